@@ -1,0 +1,1 @@
+"""Benchmarks of streammerge and the generators of their inputs."""

@@ -1,0 +1,6 @@
+"""``python -m streammerge``."""
+
+from streammerge.cli.main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""The ``streammerge`` command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import click
+
+from streammerge import pipeline
+from streammerge.cli.options import CONTEXT, json_option, merge_options, source_options
+from streammerge.cli.progress import ConsoleObserver, QuietObserver
+from streammerge.errors import StreammergeError, UsageError
+from streammerge.execute.memory import allowed_memory, default_budget
+from streammerge.sizes import format_size, parse_size
+from streammerge.version import __version__
+
+__all__ = ["cli", "main"]
+
+_PATHS = click.argument("paths", nargs=-1, type=click.Path(path_type=Path))
+
+
+class _MergeByDefault(click.Group):
+    """A group whose command may be left out: ``streammerge SRC DST`` merges."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        first = next((arg for arg in args if not arg.startswith("-")), None)
+        own = {"-h", "--help", "--version"}
+        if args and first not in self.commands and not own.intersection(args[:1]):
+            args = ["merge", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_MergeByDefault, context_settings=CONTEXT)
+@click.version_option(__version__)
+def cli() -> None:
+    """Merge the pieces that distributed LLM training leaves on disk into a Hugging Face folder.
+
+    \b
+    streammerge [merge] SRC... DST     merge; DST appears when it is complete
+    streammerge inspect SRC...         what is this?
+    streammerge plan SRC... DST        what would be written
+
+    Sizes: 16G and 16GiB are 2^30-based, 16GB is 10^9-based, a bare number is bytes.
+    Exit codes: 0 done, 2 usage, 3 source incomplete or corrupt, 4 not supported, 5 unsafe content,
+    6 no space or I/O error, 7 budget too small, 8 they differ, 9 destination exists or is locked, 75 stopped.
+    """
+
+
+@cli.command(context_settings=CONTEXT)
+@_PATHS
+@source_options
+@merge_options
+@click.option("--push-to-hub", "--hf-upload-path", "push_to_hub", metavar="REPO", help="Upload the finished folder to this Hub repository.")
+@click.option("--private", is_flag=True, help="Make the Hub repository private.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+@json_option
+def merge(paths: tuple[Path, ...], as_json: bool, quiet: bool, push_to_hub: str | None, private: bool, **options: Any) -> None:
+    """Merge SRC... into the folder DST."""
+    sources, destination, chosen = _arguments(paths, options)
+    max_ram = _budget(chosen, quiet=quiet or as_json)
+    observer = QuietObserver() if quiet else ConsoleObserver(max_ram)
+    stop = threading.Event()
+    with _stopping(stop):
+        report = pipeline.merge(
+            sources,
+            destination,
+            observer=observer,
+            stop=stop,
+            push_to_hub=push_to_hub,
+            private=private,
+            **{**chosen, "max_ram": max_ram},
+        )
+    if isinstance(observer, ConsoleObserver):
+        observer.close()
+    _print(report, as_json)
+
+
+@cli.command(context_settings=CONTEXT)
+@_PATHS
+@source_options
+@merge_options
+@json_option
+def plan(paths: tuple[Path, ...], as_json: bool, **options: Any) -> None:
+    """Say what merging SRC... into DST would write, without reading a weight."""
+    sources, destination, chosen = _arguments(paths, options)
+    _print(pipeline.plan(sources, destination, **chosen), as_json)
+
+
+@cli.command(context_settings=CONTEXT)
+@_PATHS
+@source_options
+@click.option("--tensors", is_flag=True, help="List every tensor.")
+@json_option
+def inspect(paths: tuple[Path, ...], as_json: bool, tensors: bool, **options: Any) -> None:
+    """Say what SRC... is: format, ranks, meshes, tensors, what is missing."""
+    given = [*options["sources"], *([options["local_dir"]] if options["local_dir"] else []), *paths]
+    _check_backend(options["backend"])
+    report = pipeline.inspect(given, mesh_order=options["mesh_order"], subtree=options["subtree"])
+    _print(report, as_json)
+    if tensors and not as_json:
+        for name, tensor in report.tensors.items():
+            click.echo(f"{name}  {tensor['dtype']}  {tensor['shape']}  {tensor['fragments']} fragments")
+
+
+def _arguments(paths: tuple[Path, ...], options: dict[str, Any]) -> tuple[list[Path], Path, dict[str, Any]]:
+    """Sources, destination and the options of the pipeline, from either spelling."""
+    given = list(paths)
+    destination = options.pop("target_dir")
+    sources = [*options.pop("sources")]
+    local = options.pop("local_dir")
+    if local is not None:
+        sources.append(local)
+    if destination is None and given:
+        destination = given.pop()
+    sources += given
+    if destination is None or not sources:
+        raise UsageError("name a source and a destination: streammerge SRC... DST (see --help)")
+    _check_backend(options.pop("backend"))
+    options.pop("is_value_model")
+    options["space_check"] = not options.pop("no_space_check")
+    options["tie_word_embeddings"] = options.pop("tie_word_embedding")
+    return sources, destination, options
+
+
+def _check_backend(backend: str | None) -> None:
+    if backend == "megatron":
+        raise UsageError("--backend megatron: Megatron checkpoints are not supported yet")
+
+
+def _budget(options: dict[str, Any], *, quiet: bool) -> int:
+    """The budget in bytes; says what was understood."""
+    given = options["max_ram"]
+    budget = default_budget() if given is None else parse_size(given, percent_of=allowed_memory())
+    if not quiet:
+        click.echo(f"RAM budget {format_size(budget)} ({budget} bytes)", err=True)
+    return budget
+
+
+def _print(report: Any, as_json: bool) -> None:
+    click.echo(json.dumps(report.to_dict(), indent=2) if as_json else repr(report))
+
+
+class _stopping:  # noqa: N801 - used as a verb
+    """While inside, SIGINT, SIGTERM and SIGUSR1 (Slurm's notice) ask the merge to stop."""
+
+    _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+    def __init__(self, stop: threading.Event) -> None:
+        self._stop = stop
+        self._former: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        for number in self._SIGNALS:
+            self._former[number] = signal.signal(number, self._asked)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+
+    def _asked(self, number: int, frame: FrameType | None) -> None:
+        if self._stop.is_set():  # asked twice: at once
+            raise KeyboardInterrupt
+        self._stop.set()
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run the command and exit with the documented code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    sys.exit(_guarded(lambda: cli.main(args=given, prog_name="streammerge", standalone_mode=False), "--json" in given))
+
+
+def _guarded(command: Callable[[], Any], as_json: bool) -> int:
+    try:
+        result = command()
+        return result if isinstance(result, int) else 0
+    except StreammergeError as fault:
+        return _failed(type(fault).__name__, str(fault), fault.exit_code, as_json)
+    except click.ClickException as fault:
+        return _failed("UsageError", fault.format_message(), 2, as_json)
+    except (click.Abort, KeyboardInterrupt):
+        return _failed("StoppedError", "stopped", 128 + signal.SIGINT, as_json)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except Exception as fault:
+        if os.environ.get("STREAMMERGE_DEBUG"):
+            raise
+        message = f"unexpected {type(fault).__name__}: {fault}. This is a bug in streammerge; run with STREAMMERGE_DEBUG=1 and report it"
+        return _failed(type(fault).__name__, message, 1, as_json)
+
+
+def _failed(kind: str, message: str, code: int, as_json: bool) -> int:
+    click.echo(f"error: {message}", err=True)
+    if as_json:
+        click.echo(json.dumps({"error": {"type": kind, "message": message, "exit_code": code}}))
+    return code

@@ -1,0 +1,1 @@
+"""Carry out a plan: fill tiles of the output files from fragments, within a RAM budget."""

@@ -1,0 +1,1 @@
+"""What the model means: from stored tensors to the tensors of a Hugging Face folder."""

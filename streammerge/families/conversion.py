@@ -1,0 +1,324 @@
+"""Names and layouts in memory -> names and layouts in files, as ``save_pretrained`` does it.
+
+Follows ``revert_weight_conversion`` of transformers 5.24 step by step, on virtual tensors: a fused
+expert tensor becomes many regions of itself, and no byte is read. Where transformers would go on
+with a result that depends on luck (a dim that does not divide, two tensors of one name), this stops.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from streammerge.errors import SourceError, UnsupportedError
+from streammerge.families.save_rules import Operation, Rule, SaveRules
+from streammerge.tensors.virtual import Tensor, concat, narrow, permute, select
+
+__all__ = ["natural_key", "to_file_tensors"]
+
+Config = Mapping[str, object]
+Parts = dict[str, tuple[Tensor, ...]]
+
+_RENAMINGS = {"WeightRenaming", "GroupWeightRename", "Inkling2IndexOffsetWeightRename"}
+_CONVERTER = "WeightConverter"
+
+
+def to_file_tensors(tensors: Mapping[str, Tensor], rules: SaveRules, config: Config) -> dict[str, Tensor]:
+    """The tensors that ``save_pretrained`` of a model made from ``config`` would write.
+
+    Args:
+        tensors: state dict in memory, tied duplicates already dropped. Names that are file names
+            already stay as they are.
+        rules: of the model's class.
+        config: the model's ``config.json``.
+
+    Returns:
+        File name -> tensor, in transformers' order: that of ``tensors`` when the class has no
+        rule, else sorted by ``natural_key`` of the names in memory.
+
+    Raises:
+        UnsupportedError: a rule applies that cannot be followed on virtual tensors.
+        SourceError: tensors of a wrong shape or dtype, a missing one, or two with one file name.
+    """
+    ordered = rules.rules_for(config)
+    if not ordered:
+        return dict(tensors)
+    return _Reversal(ordered, tensors, config, rules.memory_roots).run()
+
+
+def natural_key(name: str) -> list[tuple[int, int] | tuple[int, str] | tuple[int, str, int]]:
+    """Sort key of transformers 5.24 (``dot_natural_key``): numbers by value, at the end of parts too."""
+    return [_natural_part(part) for part in name.split(".")]
+
+
+def _natural_part(part: str) -> tuple[int, int] | tuple[int, str] | tuple[int, str, int]:
+    if part.isdigit():
+        return (0, int(part))
+    text = part.rstrip("0123456789")
+    return (1, text, int(part[len(text) :])) if len(text) < len(part) else (1, text)
+
+
+@dataclass
+class _Group:
+    """Tensors that one conversion takes together; ``rule`` is None for a plain renaming."""
+
+    rule: Rule | None
+    collected: dict[str, list[Tensor]] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+
+
+class _Reversal:
+    """One run over a state dict."""
+
+    def __init__(
+        self, rules: Sequence[Rule], tensors: Mapping[str, Tensor], config: Config, roots: frozenset[str]
+    ) -> None:
+        self._tensors = tensors
+        self._config = config
+        self._roots = roots
+        self._converters = [rule for rule in rules if rule.kind == _CONVERTER]
+        self._renamings = [rule for rule in rules if rule.kind != _CONVERTER]
+        # As in transformers: of two converters with one source pattern, the last one converts.
+        self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.sources}
+        self._active: set[int] = set()
+
+    def run(self) -> dict[str, Tensor]:
+        groups: dict[str, _Group] = {}
+        for name in sorted(self._tensors, key=natural_key):
+            self._collect(name, groups)
+        result: dict[str, Tensor] = {}
+        origin: dict[str, str] = {}
+        for key, group in groups.items():
+            for name, tensor in self._finished(key, group):
+                if name in result:
+                    raise SourceError(
+                        f"{group.names[0]} and {origin[name]} would both be saved as {name}; "
+                        "one of them does not belong to this model"
+                    )
+                result[name] = tensor
+                origin[name] = group.names[0]
+        return result
+
+    def _collect(self, name: str, groups: dict[str, _Group]) -> None:
+        rule, pattern, key = None, name, name
+        if not self._roots or name.split(".", 1)[0] in self._roots:
+            rule, pattern, key = self._converted_name(name)
+            if rule is None:
+                key = self._renamed(name)
+        group = groups.setdefault(key, _Group(rule))
+        if group.names and (rule is None or group.rule is not rule):
+            raise SourceError(f"{group.names[0]} and {name} would both be saved as {key}")
+        group.collected.setdefault(pattern, []).append(self._tensors[name])
+        group.names.append(name)
+
+    def _converted_name(self, name: str) -> tuple[Rule | None, str, str]:
+        for rule in self._converters:
+            found = _match(rule, name)
+            if found is not None:
+                pattern = rule.sources[found.index]
+                return self._by_pattern[pattern], pattern, found.replaced(rule.targets[0])
+        return None, name, name
+
+    def _renamed(self, name: str) -> str:
+        new = name
+        for rule in self._renamings:
+            found = _match(rule, new)
+            if found is None:
+                continue
+            if rule.kind not in _RENAMINGS:
+                raise UnsupportedError(f"{name}: saving it takes {rule}, which is not supported")
+            new = self._replaced(rule, found, new)
+        return new
+
+    def _replaced(self, rule: Rule, found: _Match, name: str) -> str:
+        if rule.kind == "WeightRenaming":
+            return found.replaced(rule.targets[0])
+        if rule.kind == "Inkling2IndexOffsetWeightRename":
+            return found.replaced(rule.targets[0].replace(r"\1", str(int(found.group(1)) + rule.offset)))
+        # A group of renamings begins with its first pattern; before that, the others are left alone.
+        if found.index == 0:
+            self._active.add(id(rule))
+        elif id(rule) not in self._active:
+            return name
+        target = re.sub(r"\\(\d+)", lambda m: found.group(int(m[1])), rule.targets[found.index])
+        return found.replaced(target)
+
+    def _finished(self, key: str, group: _Group) -> list[tuple[str, Tensor]]:
+        if group.rule is None:
+            return [(key, self._tensors[group.names[0]])]
+        parts = self._converted(key, group.rule, group)
+        full = key.replace("*.", "0.")
+        inside = next((k for k in parts if k in full), None)
+        if inside is None:
+            raise UnsupportedError(f"{group.names[0]}: {group.rule} gives names that do not fit {key}")
+        before, _, after = full.partition(inside)
+        return [(self._renamed(before + k + after), _only(tensor, group)) for k, tensor in parts.items()]
+
+    def _converted(self, key: str, rule: Rule, group: _Group) -> Parts:
+        missing = [pattern for pattern in rule.sources if pattern not in group.collected]
+        if missing:
+            raise SourceError(f"{group.names[0]} is saved together with {missing[0]!r}, which is missing")
+        parts: Parts = {pattern: tuple(tensors) for pattern, tensors in group.collected.items()}
+        for operation in rule.operations:
+            step = _STEPS.get(operation.name)
+            if step is None:
+                raise UnsupportedError(
+                    f"{group.names[0]}: saving it takes {operation.name} of {rule}, which is not supported"
+                )
+            parts = step(parts, operation, _Context(key, rule, group, self._tensors, self._config))
+        return parts
+
+
+@dataclass(frozen=True)
+class _Match:
+    rule: Rule
+    prefix: str
+    name: str
+    found: re.Match[str]
+    index: int
+
+    def group(self, number: int) -> str:
+        """A group inside the one that matched, by its number in there."""
+        return self.found.group(self.rule.match.groupindex[f"g{self.index}"] + number) or ""
+
+    def replaced(self, target: str) -> str:
+        """The name with the first place that reads like the match replaced, as transformers does."""
+        if r"\1" in target:
+            target = target.replace(r"\1", self.group(1))
+        return self.prefix + self.name.replace(self.found.group(0), target, 1)
+
+
+def _match(rule: Rule, name: str) -> _Match | None:
+    prefix = ""
+    if rule.prefixes is not None:
+        fitting = next((p for p in rule.prefixes if name.startswith(p)), None)
+        if fitting is None:
+            return None
+        prefix = fitting
+    inner = name[len(prefix) :]
+    found = rule.match.search(inner)
+    if found is None:
+        return None
+    groups = found.groupdict().items()
+    index = next((int(group[1:]) for group, text in groups if group[1:].isdigit() and text is not None), 0)
+    return _Match(rule, prefix, inner, found, index)
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What an operation may look at beside its tensors."""
+
+    key: str
+    rule: Rule
+    group: _Group
+    tensors: Mapping[str, Tensor]
+    config: Config
+
+    def only(self, parts: Parts) -> Tensor:
+        """The single tensor of a step that takes one."""
+        if len(parts) != 1:
+            raise UnsupportedError(f"{self.group.names[0]}: {self.rule} takes one tensor at this step")
+        return _only(next(iter(parts.values())), self.group)
+
+    def single_name(self) -> str:
+        """Name of the result of a step with one: the target, or the source when more steps follow."""
+        return self.rule.targets[0] if len(self.rule.targets) == 1 else self.rule.sources[0]
+
+    def dim(self, tensor: Tensor, number: int) -> int:
+        """The dim, checked against the tensor."""
+        if not -len(tensor.shape) <= number < len(tensor.shape):
+            raise SourceError(f"{self.group.names[0]} has shape {list(tensor.shape)}: dim {number} is missing")
+        return number % len(tensor.shape)
+
+
+def _only(tensors: Sequence[Tensor], group: _Group) -> Tensor:
+    if len(tensors) != 1:
+        raise SourceError(f"{' and '.join(group.names[:2])} are saved under one name")
+    return tensors[0]
+
+
+def _cut(tensor: Tensor, dim: int, count: int, context: _Context) -> list[Tensor]:
+    size = tensor.shape[dim]
+    if size % count:
+        raise SourceError(
+            f"{context.group.names[0]} has shape {list(tensor.shape)}: "
+            f"dim {dim} does not divide into {count} equal parts"
+        )
+    return [narrow(tensor, dim, i * (size // count), size // count) for i in range(count)]
+
+
+def _chunk(parts: Parts, operation: Operation, context: _Context) -> Parts:
+    tensor = context.only(parts)
+    targets = list(context.rule.targets)
+    if (attribute := operation.arguments.get("num_shards_attribute")) is not None:
+        count = _number(_text_config(context.config), attribute, context)
+        targets = [targets[0].replace("*", str(i)) for i in range(count)]
+    dim = context.dim(tensor, operation.arguments["dim"])
+    pieces = _cut(tensor, dim, len(targets), context)
+    return {target: (piece,) for target, piece in zip(targets, pieces, strict=True)}
+
+
+def _concatenate(parts: Parts, operation: Operation, context: _Context) -> Parts:
+    tensors = [tensor for pattern in context.rule.sources for tensor in parts[pattern]]
+    if len(tensors) != len(context.rule.sources) and not any("*" in s for s in context.rule.sources):
+        raise SourceError(f"{' and '.join(context.group.names[:2])} are saved under one name")
+    try:
+        joined = concat(tensors, context.dim(tensors[0], operation.arguments["dim"]))
+    except ValueError as error:
+        raise SourceError(f"{' and '.join(context.group.names)} are saved as one: {error}") from error
+    return {context.single_name(): (joined,)}
+
+
+def _split_modulelist(parts: Parts, operation: Operation, context: _Context) -> Parts:
+    result: Parts = {}
+    alone = len(parts) == 1
+    if alone and len(context.rule.targets) != 1:
+        raise UnsupportedError(f"{context.group.names[0]}: {context.rule} has too many targets")
+    for pattern, tensors in parts.items():
+        tensor = _only(tensors, context.group)
+        dim = context.dim(tensor, operation.arguments["dim"])
+        target = context.rule.targets[0] if alone else pattern
+        for i in range(tensor.shape[dim]):
+            result[target.replace("*", str(i))] = (select(tensor, dim, i),)
+    return result
+
+
+def _transpose(parts: Parts, operation: Operation, context: _Context) -> Parts:
+    tensor = context.only(parts)
+    if operation.arguments.get("check_dims"):
+        # transformers compares with the model's own parameter of that name: here, with the source's.
+        own = context.tensors.get(context.key)
+        if own is None:
+            raise UnsupportedError(f"{context.group.names[0]}: {context.rule} depends on {context.key}")
+        if own.shape == tensor.shape:
+            return {context.single_name(): (tensor,)}
+    dims = list(range(len(tensor.shape)))
+    first = context.dim(tensor, operation.arguments["dim0"])
+    second = context.dim(tensor, operation.arguments["dim1"])
+    dims[first], dims[second] = second, first
+    return {context.single_name(): (permute(tensor, dims),)}
+
+
+def _text_config(config: Config) -> Config:
+    for key in ("text_encoder", "decoder", "generator", "text_config"):
+        section = config.get(key)
+        if isinstance(section, Mapping):
+            return section
+    return config
+
+
+def _number(config: Config, key: str, context: _Context) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise UnsupportedError(f"{context.group.names[0]}: {context.rule} needs {key} in config.json")
+    return value
+
+
+_Step = Callable[[Parts, Operation, _Context], Parts]
+_STEPS: dict[str, _Step] = {
+    "Chunk": _chunk,
+    "Concatenate": _concatenate,
+    "SplitModulelist": _split_modulelist,
+    "Transpose": _transpose,
+}

@@ -1,0 +1,112 @@
+"""From a catalogue to the model's tensors: names, ties, dropped buffers, expert slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from streammerge.errors import SourceError
+from streammerge.families.config import ModelConfig
+from streammerge.families.conversion import to_file_tensors
+from streammerge.families.experts import resolve_claims
+from streammerge.families.names import drop_reason, model_name, refuse_lora
+from streammerge.families.save_rules import SaveRules, save_rules
+from streammerge.tensors.catalogue import Catalogue, EqualityCheck
+from streammerge.tensors.virtual import Tensor
+
+__all__ = ["Model", "describe_model", "keeps_float32", "output_tensors"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """The tensors of a model under the names that it has in memory.
+
+    Attributes:
+        tensors: name -> tensor, in state dict order.
+        ties: for each tied name, that it equals the one it is tied to. Where they do, the name is
+            not written; where they don't, both are and the config is untied.
+        checks: replicas that must hold equal bytes.
+        dropped: name -> the rule that keeps it out of the folder.
+        rules: how ``save_pretrained`` treats the class, or None when that is not known.
+    """
+
+    tensors: Mapping[str, Tensor]
+    ties: tuple[EqualityCheck, ...]
+    checks: tuple[EqualityCheck, ...]
+    dropped: Mapping[str, str]
+    rules: SaveRules | None
+
+
+def describe_model(catalogue: Catalogue, config: ModelConfig | None, *, tie: bool | None = None) -> Model:
+    """Name the catalogue's tensors as the model does and find what need not be written.
+
+    Args:
+        config: the model's config; without one nothing is tied and no name is converted.
+        tie: whether embeddings are tied, against what the config says.
+
+    Raises:
+        UnsupportedError: LoRA adapters; expert slices whose place is unknown.
+        SourceError: two keys of one name; slices that are missing.
+    """
+    tensors: dict[str, Tensor] = {}
+    dropped: dict[str, str] = {}
+    checks = list(catalogue.checks)
+    refuse_lora(list(catalogue.entries))
+    for key, entry in catalogue.entries.items():
+        name = model_name(key)
+        reason = drop_reason(name)
+        if reason is not None:
+            dropped[name] = reason
+            continue
+        if name in tensors:
+            raise SourceError(f"{name} occurs twice in the state dict, once as {key}")
+        tensors[name], copies = resolve_claims(name, entry, config.experts if config else None)
+        checks += copies
+    checks = [check for check in checks if model_name(check.name) not in dropped]
+    rules = save_rules(config.architecture, config.model_type) if config else None
+    for name in [name for name in tensors if rules and name in rules.not_saved]:
+        dropped[name] = "the model class does not save it"
+        del tensors[name]
+    return Model(tensors, _ties(tensors, config, rules, tie), tuple(checks), dropped, rules)
+
+
+def _ties(
+    tensors: Mapping[str, Tensor], config: ModelConfig | None, rules: SaveRules | None, tie: bool | None
+) -> tuple[EqualityCheck, ...]:
+    if config is None:
+        return ()
+    raw = dict(config.raw)
+    if tie is not None:
+        raw["tie_word_embeddings"] = tie
+    if rules is not None:
+        tied = rules.tied_names(tensors, raw)
+    else:  # a class that is not in the table: what nearly every language model calls them
+        wanted = raw.get("tie_word_embeddings") is True
+        tied = {"lm_head.weight": "model.embed_tokens.weight"} if wanted else {}
+    return tuple(
+        EqualityCheck(name, tensors[name], tensors[kept], f"the config ties it to {kept}", tolerated=True)
+        for name, kept in tied.items()
+        if name in tensors and kept in tensors
+    )
+
+
+def output_tensors(model: Model, config: ModelConfig | None, untied: Collection[str]) -> dict[str, Tensor]:
+    """The tensors to write, under the names that ``save_pretrained`` gives them, in its order.
+
+    Args:
+        untied: the tied names whose values turned out to differ; they are written.
+
+    Raises:
+        UnsupportedError: the class is saved in a way that cannot be reproduced.
+    """
+    left_out = {tie.name for tie in model.ties} - set(untied)
+    kept = {name: tensor for name, tensor in model.tensors.items() if name not in left_out}
+    if model.rules is None or config is None:
+        return kept
+    return to_file_tensors(kept, model.rules, config.raw)
+
+
+def keeps_float32(model: Model) -> Callable[[str], bool]:
+    """Whether transformers keeps the tensor of a name in float32 even in a bfloat16 model."""
+    parts = model.rules.fp32_strict if model.rules else ("e_score_correction_bias",)
+    return lambda name: any(f".{part}" in f".{name}" for part in parts)

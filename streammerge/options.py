@@ -1,0 +1,51 @@
+"""What a merge can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from streammerge.sizes import parse_size
+
+__all__ = ["MergeOptions"]
+
+
+@dataclass(frozen=True, slots=True)
+class MergeOptions:
+    """Options of ``plan`` and ``merge``.
+
+    Attributes:
+        max_ram: RAM budget in bytes, or a size such as ``16G``; None for the default.
+        dtype: ``auto`` (the config's), ``keep`` (as stored) or a dtype name.
+        max_shard_size: bytes of tensors per output file, or a size such as ``5GB``.
+        hf_config: folder with config.json and tokenizer, instead of the checkpoint's own.
+        workers: threads.
+        io: ``auto``, ``direct``, ``pread`` or ``mmap``.
+        overwrite: replace what an earlier merge wrote to the destination.
+        check: compare with the model class: True always, False never, None when the budget allows.
+        space_check: refuse when the file system has too little space.
+        allow_replica_mismatch: take the first of unsharded copies that differ, with a warning.
+        mesh_order: which rank order to believe on device meshes whose rows do not ascend.
+        subtree: which dict to take when files hold several sets of tensors.
+        tie_word_embeddings: against what the config says.
+    """
+
+    max_ram: int | str | None = None
+    dtype: str = "auto"
+    max_shard_size: int | str = "5GB"
+    hf_config: Path | str | None = None
+    workers: int = 2
+    io: str = "auto"
+    overwrite: bool = False
+    check: bool | None = None
+    space_check: bool = True
+    allow_replica_mismatch: bool = False
+    mesh_order: Literal["auto", "group", "coordinate"] = "auto"
+    subtree: str | None = None
+    tie_word_embeddings: bool | None = None
+
+    @property
+    def shard_bytes(self) -> int:
+        """``max_shard_size`` in bytes."""
+        return parse_size(self.max_shard_size)

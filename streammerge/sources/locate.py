@@ -1,0 +1,69 @@
+"""Find the checkpoint behind the path that a user gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from streammerge.errors import SourceError, UnsupportedError, UsageError
+
+__all__ = ["locate"]
+
+_MAX_DEPTH = 4
+_TRACKER = "latest_checkpointed_iteration.txt"  # verl and Megatron write the newest step into it
+
+
+def locate(path: Path, holds: Callable[[Path], bool]) -> Path:
+    """The folder at or below ``path`` that holds a checkpoint, when there is just one.
+
+    A run's root leads to its newest step by the tracker file. Otherwise every folder below is
+    looked at, to a depth of four.
+
+    Args:
+        holds: whether a folder itself is a checkpoint.
+
+    Raises:
+        UsageError: the path does not exist, or leads to several checkpoints (they are listed).
+        UnsupportedError: it holds a checkpoint of a format that cannot be read.
+        SourceError: it holds none, or the tracker names a step that is not there.
+    """
+    if not path.exists():
+        raise UsageError(f"{path} does not exist")
+    if not path.is_dir():
+        raise UsageError(f"{path} is a file; name the folder that holds the checkpoint")
+    top = path
+    if not holds(path) and (path / _TRACKER).is_file():
+        top = _newest(path)
+    found = _below(top, holds, 0)
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise _nothing(top)
+    listed = "\n  ".join(str(one) for one in found[:20])
+    raise UsageError(f"{path} holds several checkpoints; name one of them:\n  {listed}")
+
+
+def _newest(path: Path) -> Path:
+    text = (path / _TRACKER).read_text(errors="replace").strip()
+    for name in (f"global_step_{text}", f"iter_{text.zfill(7)}"):
+        if text.isdigit() and (path / name).is_dir():
+            return path / name
+    raise SourceError(f"{path / _TRACKER} names step {text[:40]!r}, but its folder is not there; name the step's folder")
+
+
+def _below(folder: Path, holds: Callable[[Path], bool], depth: int) -> list[Path]:
+    if holds(folder):
+        return [folder]
+    if depth == _MAX_DEPTH:
+        return []
+    folders = sorted(one for one in folder.iterdir() if one.is_dir() and not one.name.startswith("."))
+    return [found for one in folders for found in _below(one, holds, depth + 1)]
+
+
+def _nothing(folder: Path) -> SourceError | UnsupportedError:
+    names = {path.name for path in folder.rglob("*") if path.is_file()}
+    if any(name.endswith(".distcp") for name in names) or ".metadata" in names:
+        return UnsupportedError(f"{folder} holds a PyTorch DCP checkpoint, which is not supported yet")
+    if "model_optim_rng.pt" in names or "common.pt" in names:
+        return UnsupportedError(f"{folder} holds a Megatron checkpoint, which is not supported yet")
+    return SourceError(f"{folder} holds no checkpoint that streammerge knows (looked for model_world_size_*_rank_*.pt)")

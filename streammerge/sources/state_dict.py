@@ -1,0 +1,67 @@
+"""Find the model's state dict in what a trainer saved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from streammerge.errors import SourceError, UsageError
+from streammerge.sources.torch_values import TensorRef, TypedRef, UnreadableRef
+
+__all__ = ["find_state_dict"]
+
+_MAX_DEPTH = 3
+
+
+def find_state_dict(root: Any, where: str, subtree: str | None = None) -> dict[str, Any]:
+    """The dict that holds the weights: ``root`` itself or, when it wraps one, the one inside.
+
+    Optimizer states are recognised by their structure (``state`` beside ``param_groups``).
+
+    Args:
+        subtree: dotted path of the dict to take when there are several.
+
+    Raises:
+        SourceError: there is none, or several (they are listed).
+        UsageError: ``subtree`` names none of them.
+    """
+    if not isinstance(root, dict):
+        raise SourceError(f"{where}: holds no state dict (a {type(root).__name__} at the top)")
+    found: dict[str, dict[str, Any]] = {}
+    _collect(root, "", found, 0)
+    if subtree is not None:
+        if subtree not in found:
+            raise UsageError(f"{where}: no tensors under {subtree!r}; there are: {_listed(found)}")
+        return found[subtree]
+    # Counters that a trainer keeps as 0-dim tensors beside the model do not make the top a state dict.
+    if len(found) > 1 and "" in found and all(_is_counter(value) for value in found[""].values()):
+        del found[""]
+    if not found:
+        if root:
+            raise SourceError(f"{where}: holds no tensors")
+        return {}  # a pipeline rank may hold nothing
+    if len(found) > 1:
+        raise SourceError(
+            f"{where}: holds several sets of tensors: {_listed(found)}; choose one with --subtree"
+        )
+    return next(iter(found.values()))
+
+
+def _collect(value: dict[Any, Any], path: str, found: dict[str, dict[str, Any]], depth: int) -> None:
+    if "param_groups" in value and "state" in value:
+        return
+    if any(isinstance(one, TensorRef | TypedRef | UnreadableRef) for one in value.values()):
+        found[path] = {str(key): one for key, one in value.items()}
+    if depth < _MAX_DEPTH:
+        for key, one in value.items():
+            if isinstance(one, dict):
+                _collect(one, f"{path}.{key}" if path else str(key), found, depth + 1)
+
+
+def _is_counter(value: object) -> bool:
+    return not isinstance(value, TensorRef | TypedRef | UnreadableRef) or (
+        isinstance(value, TensorRef) and not value.size
+    )
+
+
+def _listed(found: dict[str, dict[str, Any]]) -> str:
+    return ", ".join(repr(path or "(top)") for path in found)

@@ -1,0 +1,106 @@
+"""What a source hands over: every stored tensor of the model, and the files they lie in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from streammerge.tensors.fragment import Index
+from streammerge.tensors.virtual import Stored, Tensor
+
+__all__ = ["Catalogue", "Claim", "Entry", "EqualityCheck", "SourceFile"]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file that holds weights.
+
+    Attributes:
+        path: where it is.
+        size: bytes, when it was indexed.
+        mtime_ns: modification time in nanoseconds, when it was indexed.
+    """
+
+    path: Path
+    size: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A second set of fragments for the same tensor that no placement accounts for.
+
+    Ranks outside of a tensor's device mesh claim the same region either because they hold copies
+    (a norm under tensor parallelism) or because expert parallelism was applied before sharding and
+    left no trace in the placements. Only the model's config can tell, so the source reports both.
+
+    Attributes:
+        tensor: the whole tensor as these files hold it.
+        coordinate: where the files lie on the dims of the root device mesh that the tensor's own
+            mesh lacks.
+        axes: the sizes of those dims.
+    """
+
+    tensor: Stored
+    coordinate: Index
+    axes: Index
+
+
+@dataclass(frozen=True, slots=True)
+class EqualityCheck:
+    """Two tensors whose bytes must be equal, to be read and compared before anything is written.
+
+    Attributes:
+        name: the tensor, as the user knows it.
+        first, second: what to compare; same dtype and shape.
+        reason: why they have to be equal, to complete "NAME differs between A and B: REASON".
+        tolerated: whether ``--allow-replica-mismatch`` turns a difference into a warning.
+    """
+
+    name: str
+    first: Tensor
+    second: Tensor
+    reason: str
+    tolerated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of the state dict.
+
+    Attributes:
+        tensor: its fragments, taken from one replica.
+        claims: every set of files that claims the tensor, the first included, in the order of
+            their coordinates; empty when placements account for all files.
+    """
+
+    tensor: Stored
+    claims: tuple[Claim, ...] = ()
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """All tensors of a checkpoint, indexed from metadata only.
+
+    Attributes:
+        format: short name of the on-disk format, such as ``fsdp``.
+        root: the folder (the first one, when ranks are spread over several).
+        files: the files that fragments point into, by index.
+        entries: state dict key -> entry, in state dict order.
+        checks: replicas that must hold equal bytes.
+        skipped: keys that hold no weight -> why.
+        facts: lines for ``inspect``: world size, meshes, versions.
+        warnings: what the user should know.
+        hf_folder: folder with config and tokenizer that the checkpoint carries, if any.
+    """
+
+    format: str
+    root: Path
+    files: tuple[SourceFile, ...]
+    entries: Mapping[str, Entry]
+    checks: tuple[EqualityCheck, ...] = ()
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    hf_folder: Path | None = None

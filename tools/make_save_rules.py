@@ -32,7 +32,6 @@ from transformers import conversion_mapping as conversions
 from transformers import core_model_loading as loading
 from transformers.initialization import no_init_weights
 from transformers.models.auto import modeling_auto
-from transformers.models.timm_backbone import modeling_timm_backbone as timm_backbone
 from transformers.models.timm_wrapper import modeling_timm_wrapper as timm_wrapper
 
 TABLE = Path(__file__).resolve().parent.parent / "streammerge" / "families" / "save_rules.json"
@@ -69,41 +68,45 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "esm": {"vocab_size": 33, "pad_token_id": 1},
     "granite4_vision": {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"},
     "qwen3_omni_moe": {"enable_audio_output": False},
-    "reformer": {"is_decoder": True},
 }
 # Tried one by one on classes that still fail.
 COMMON_OVERRIDES: tuple[dict[str, Any], ...] = (
     {"head_dim": 64},
     {"num_key_value_heads": 8},
     {"pad_token_id": 0},
+    {"is_decoder": True},
     {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2},
     {"prediction_length": 4},
 )
-# Models from outside of transformers (timm) hold no rule of their own, so their insides may be absent.
-HOLLOW = ("TimmWrapperModel", "TimmWrapperForImageClassification", "TimmBackbone")
 
 
 def hollow_out() -> None:
-    """Let wrappers of timm models be built without timm, alike whether it is installed or not."""
+    """Let wrappers of timm models, which hold no rules, be built alike with and without timm."""
 
-    def __init__(self: PreTrainedModel, config: PreTrainedConfig, **_: Any) -> None:
+    def hollow(self: PreTrainedModel, config: PreTrainedConfig, **_: Any) -> None:
         PreTrainedModel.__init__(self, config)
+        self.timm_model = torch.nn.Identity()
         self.post_init()
 
-    modules = (timm_wrapper, timm_backbone)
-    for name in HOLLOW:
-        cls = next(getattr(module, name) for module in modules if hasattr(module, name))
-        cls.__init__ = __init__
+    timm_wrapper.TimmWrapperModel.__init__ = hollow
+    timm_wrapper.TimmWrapperForImageClassification.__init__ = hollow
 
 
-def model_classes() -> dict[str, str]:
-    """Class name -> model type, of all classes in the table; tasks first, base models last."""
-    found: dict[str, str] = {}
+def model_classes() -> dict[str, list[str]]:
+    """Class name -> the model types it serves, its own first; tasks first, base models last."""
+    found: dict[str, list[str]] = {}
     for mapping in (*(f"MODEL_FOR_{task}" for task in TASKS), "MODEL"):
         for model_type, names in getattr(modeling_auto, f"{mapping}_MAPPING_NAMES").items():
-            for name in [names] if isinstance(names, str) else names:
-                found.setdefault(name, model_type)
-    return found
+            for name in _as_names(names):
+                found.setdefault(name, []).append(model_type)
+    return {name: sorted(set(types), key=lambda t: (t != _own_type(name), t)) for name, types in found.items()}
+
+
+def _own_type(name: str) -> str | None:
+    try:
+        return str(getattr(transformers, name).config_class.model_type)
+    except (AttributeError, ImportError):  # a class whose libraries are missing
+        return None
 
 
 def build(name: str, model_type: str) -> PreTrainedModel:
@@ -121,7 +124,7 @@ def build(name: str, model_type: str) -> PreTrainedModel:
                 config = config_class(**(wanted | change))
                 with torch.device("meta"), no_init_weights():
                     return cls(config)
-            except Exception as error:  # noqa: BLE001  # any model code may fail in any way
+            except Exception as error:  # any model code may fail in any way
                 first = first or error
     assert first is not None
     raise first
@@ -234,7 +237,7 @@ def tie_source(config: PreTrainedConfig) -> str | None:
         changed = plain | {key: plain[key] | {"tie_word_embeddings": True}}
         try:
             after = type(config).from_dict(changed)
-        except Exception:  # noqa: BLE001, S112  # a sub-config that takes no such key
+        except Exception:  # a sub-config that takes no such key
             continue
         if getattr(after, "tie_word_embeddings", False):
             return key
@@ -304,22 +307,35 @@ def reason(error: Exception) -> str:
 
 
 def make_table() -> dict[str, Any]:
-    """Build the whole table."""
+    """Build the whole table.
+
+    A class that serves several model types has one entry for its own and, where they differ, others
+    named ``Class@type``. ``types`` and ``bases`` name the entry that stands for a model type, with a
+    head and without.
+    """
     hollow_out()
-    names, lists = known_lists(), {}
-    table: dict[str, Any] = {"architectures": {}, "skipped": {}, "types": {}}
-    for name, model_type in model_classes().items():
-        try:
-            entry = architecture(build(name, model_type), names, lists)
-        except Exception as error:  # noqa: BLE001  # reported in the table instead
-            table["skipped"][name] = reason(error)
-            continue
-        table["architectures"][name] = entry
-        table["types"].setdefault(entry["type"], name)
-        table.setdefault("bases", {})
-        if name in _as_names(modeling_auto.MODEL_MAPPING_NAMES.get(model_type)):
-            table["bases"].setdefault(entry["type"], name)
-    return {"transformers": transformers.__version__, "lists": lists, **table}
+    names, lists, architectures, skipped, types, bases = known_lists(), {}, {}, {}, {}, {}
+    for name, model_types in model_classes().items():
+        for model_type in model_types:
+            try:
+                entry = architecture(build(name, model_type), names, lists)
+            except Exception as error:  # reported in the table instead
+                skipped.setdefault(name, reason(error))
+                continue
+            own = architectures.setdefault(name, entry)
+            key = name if own | {"type": entry["type"]} == entry else f"{name}@{entry['type']}"
+            architectures.setdefault(key, entry)
+            types.setdefault(entry["type"], key)
+            if name in _as_names(modeling_auto.MODEL_MAPPING_NAMES.get(model_type)):
+                bases.setdefault(entry["type"], key)
+    return {
+        "transformers": transformers.__version__,
+        "lists": lists,
+        "architectures": architectures,
+        "skipped": skipped,
+        "types": types,
+        "bases": bases,
+    }
 
 
 def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -357,7 +373,8 @@ def main() -> int:
         TABLE.write_text(text)
         return 0
     old = TABLE.read_text().splitlines() if TABLE.exists() else []
-    difference = list(difflib.unified_diff(old, text.splitlines(), "committed", "installed", n=0, lineterm=""))
+    new = text.splitlines()
+    difference = list(difflib.unified_diff(old, new, "committed", "installed", n=0, lineterm=""))
     print("\n".join(line[:200] for line in difference[:50]), end="\n" if difference else "")
     return 1 if difference else 0
 

@@ -44,7 +44,7 @@ def to_file_tensors(tensors: Mapping[str, Tensor], rules: SaveRules, config: Con
     ordered = rules.rules_for(config)
     if not ordered:
         return dict(tensors)
-    return _Reversal(ordered, tensors, config, rules.memory_roots).run()
+    return _Reversal(ordered, tensors, config, rules.in_file).run()
 
 
 def natural_key(name: str) -> list[tuple[int, int] | tuple[int, str] | tuple[int, str, int]]:
@@ -61,8 +61,9 @@ def _natural_part(part: str) -> tuple[int, int] | tuple[int, str] | tuple[int, s
 
 @dataclass
 class _Group:
-    """Tensors that one conversion takes together; ``rule`` is None for a plain renaming."""
+    """Tensors that one rule converts together; ``rule`` is None for a plain renaming."""
 
+    key: str
     rule: Rule | None
     collected: dict[str, list[Tensor]] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
@@ -72,11 +73,15 @@ class _Reversal:
     """One run over a state dict."""
 
     def __init__(
-        self, rules: Sequence[Rule], tensors: Mapping[str, Tensor], config: Config, roots: frozenset[str]
+        self,
+        rules: Sequence[Rule],
+        tensors: Mapping[str, Tensor],
+        config: Config,
+        in_file: re.Pattern[str] | None,
     ) -> None:
         self._tensors = tensors
         self._config = config
-        self._roots = roots
+        self._in_file = in_file
         self._converters = [rule for rule in rules if rule.kind == _CONVERTER]
         self._renamings = [rule for rule in rules if rule.kind != _CONVERTER]
         # As in transformers: of two converters with one source pattern, the last one converts.
@@ -89,8 +94,8 @@ class _Reversal:
             self._collect(name, groups)
         result: dict[str, Tensor] = {}
         origin: dict[str, str] = {}
-        for key, group in groups.items():
-            for name, tensor in self._finished(key, group):
+        for group in groups.values():
+            for name, tensor in self._finished(group):
                 if name in result:
                     raise SourceError(
                         f"{group.names[0]} and {origin[name]} would both be saved as {name}; "
@@ -102,11 +107,10 @@ class _Reversal:
 
     def _collect(self, name: str, groups: dict[str, _Group]) -> None:
         rule, pattern, key = None, name, name
-        if not self._roots or name.split(".", 1)[0] in self._roots:
+        if self._in_file is None or not self._in_file.match(name):
             rule, pattern, key = self._converted_name(name)
-            if rule is None:
-                key = self._renamed(name)
-        group = groups.setdefault(key, _Group(rule))
+            key = key if rule else self._renamed(name)
+        group = groups.setdefault(key, _Group(key, rule))
         if group.names and (rule is None or group.rule is not rule):
             raise SourceError(f"{group.names[0]} and {name} would both be saved as {key}")
         group.collected.setdefault(pattern, []).append(self._tensors[name])
@@ -127,7 +131,7 @@ class _Reversal:
             if found is None:
                 continue
             if rule.kind not in _RENAMINGS:
-                raise UnsupportedError(f"{name}: saving it takes {rule}, which is not supported")
+                raise UnsupportedError(f"{name}: {rule}, which applies on saving, is not supported")
             new = self._replaced(rule, found, new)
         return new
 
@@ -144,30 +148,17 @@ class _Reversal:
         target = re.sub(r"\\(\d+)", lambda m: found.group(int(m[1])), rule.targets[found.index])
         return found.replaced(target)
 
-    def _finished(self, key: str, group: _Group) -> list[tuple[str, Tensor]]:
+    def _finished(self, group: _Group) -> list[tuple[str, Tensor]]:
         if group.rule is None:
-            return [(key, self._tensors[group.names[0]])]
-        parts = self._converted(key, group.rule, group)
-        full = key.replace("*.", "0.")
+            return [(group.key, self._tensors[group.names[0]])]
+        context = _Context(group.key, group.rule, tuple(group.names), self._tensors, self._config)
+        parts = _converted(group.collected, context)
+        full = group.key.replace("*.", "0.")
         inside = next((k for k in parts if k in full), None)
         if inside is None:
-            raise UnsupportedError(f"{group.names[0]}: {group.rule} gives names that do not fit {key}")
+            raise context.unsupported(f"gives names that do not fit {full}")
         before, _, after = full.partition(inside)
-        return [(self._renamed(before + k + after), _only(tensor, group)) for k, tensor in parts.items()]
-
-    def _converted(self, key: str, rule: Rule, group: _Group) -> Parts:
-        missing = [pattern for pattern in rule.sources if pattern not in group.collected]
-        if missing:
-            raise SourceError(f"{group.names[0]} is saved together with {missing[0]!r}, which is missing")
-        parts: Parts = {pattern: tuple(tensors) for pattern, tensors in group.collected.items()}
-        for operation in rule.operations:
-            step = _STEPS.get(operation.name)
-            if step is None:
-                raise UnsupportedError(
-                    f"{group.names[0]}: saving it takes {operation.name} of {rule}, which is not supported"
-                )
-            parts = step(parts, operation, _Context(key, rule, group, self._tensors, self._config))
-        return parts
+        return [(self._renamed(before + k + after), context.one(tensors)) for k, tensors in parts.items()]
 
 
 @dataclass(frozen=True)
@@ -211,72 +202,80 @@ class _Context:
 
     key: str
     rule: Rule
-    group: _Group
+    names: tuple[str, ...]
     tensors: Mapping[str, Tensor]
     config: Config
 
-    def only(self, parts: Parts) -> Tensor:
-        """The single tensor of a step that takes one."""
-        if len(parts) != 1:
-            raise UnsupportedError(f"{self.group.names[0]}: {self.rule} takes one tensor at this step")
-        return _only(next(iter(parts.values())), self.group)
+    def unsupported(self, what: str) -> UnsupportedError:
+        return UnsupportedError(f"{self.names[0]}: {self.rule}, which applies on saving, {what}")
 
-    def single_name(self) -> str:
-        """Name of the result of a step with one: the target, or the source when more steps follow."""
+    def wrong(self, tensor: Tensor, what: str) -> SourceError:
+        return SourceError(f"{self.names[0]} has shape {list(tensor.shape)}: {what}")
+
+    def one(self, tensors: Sequence[Tensor]) -> Tensor:
+        if len(tensors) != 1:
+            raise SourceError(f"{' and '.join(self.names[:2])} would both be saved as {self.key}")
+        return tensors[0]
+
+    def only(self, parts: Parts) -> Tensor:
+        if len(parts) != 1:
+            raise self.unsupported(f"takes one tensor, not {len(parts)}")
+        return self.one(next(iter(parts.values())))
+
+    def result_name(self) -> str:
+        """The target, or the source while there are several targets for a later step to name."""
         return self.rule.targets[0] if len(self.rule.targets) == 1 else self.rule.sources[0]
 
     def dim(self, tensor: Tensor, number: int) -> int:
-        """The dim, checked against the tensor."""
         if not -len(tensor.shape) <= number < len(tensor.shape):
-            raise SourceError(f"{self.group.names[0]} has shape {list(tensor.shape)}: dim {number} is missing")
+            raise self.wrong(tensor, f"dim {number} is missing")
         return number % len(tensor.shape)
 
 
-def _only(tensors: Sequence[Tensor], group: _Group) -> Tensor:
-    if len(tensors) != 1:
-        raise SourceError(f"{' and '.join(group.names[:2])} are saved under one name")
-    return tensors[0]
-
-
-def _cut(tensor: Tensor, dim: int, count: int, context: _Context) -> list[Tensor]:
-    size = tensor.shape[dim]
-    if size % count:
-        raise SourceError(
-            f"{context.group.names[0]} has shape {list(tensor.shape)}: "
-            f"dim {dim} does not divide into {count} equal parts"
-        )
-    return [narrow(tensor, dim, i * (size // count), size // count) for i in range(count)]
+def _converted(collected: Mapping[str, Sequence[Tensor]], context: _Context) -> Parts:
+    missing = [pattern for pattern in context.rule.sources if pattern not in collected]
+    if missing:
+        raise SourceError(f"{context.names[0]} is saved together with {missing[0]!r}, which is missing")
+    parts: Parts = {pattern: tuple(tensors) for pattern, tensors in collected.items()}
+    for operation in context.rule.operations:
+        step = _STEPS.get(operation.name)
+        if step is None:
+            raise context.unsupported(f"takes {operation.name}, which is not supported")
+        parts = step(parts, operation, context)
+    return parts
 
 
 def _chunk(parts: Parts, operation: Operation, context: _Context) -> Parts:
     tensor = context.only(parts)
     targets = list(context.rule.targets)
     if (attribute := operation.arguments.get("num_shards_attribute")) is not None:
-        count = _number(_text_config(context.config), attribute, context)
-        targets = [targets[0].replace("*", str(i)) for i in range(count)]
+        targets = [targets[0].replace("*", str(i)) for i in range(_number(attribute, context))]
     dim = context.dim(tensor, operation.arguments["dim"])
-    pieces = _cut(tensor, dim, len(targets), context)
-    return {target: (piece,) for target, piece in zip(targets, pieces, strict=True)}
+    length, rest = divmod(tensor.shape[dim], len(targets))
+    if rest:
+        raise context.wrong(tensor, f"dim {dim} does not divide into {len(targets)} equal parts")
+    return {target: (narrow(tensor, dim, i * length, length),) for i, target in enumerate(targets)}
 
 
 def _concatenate(parts: Parts, operation: Operation, context: _Context) -> Parts:
-    tensors = [tensor for pattern in context.rule.sources for tensor in parts[pattern]]
-    if len(tensors) != len(context.rule.sources) and not any("*" in s for s in context.rule.sources):
-        raise SourceError(f"{' and '.join(context.group.names[:2])} are saved under one name")
+    tensors: list[Tensor] = []
+    for source in context.rule.sources:
+        found = parts[source]
+        tensors += found if "*" in source else [context.one(found)]
     try:
         joined = concat(tensors, context.dim(tensors[0], operation.arguments["dim"]))
     except ValueError as error:
-        raise SourceError(f"{' and '.join(context.group.names)} are saved as one: {error}") from error
-    return {context.single_name(): (joined,)}
+        raise SourceError(f"{' and '.join(context.names)} are saved as one: {error}") from error
+    return {context.result_name(): (joined,)}
 
 
 def _split_modulelist(parts: Parts, operation: Operation, context: _Context) -> Parts:
-    result: Parts = {}
     alone = len(parts) == 1
     if alone and len(context.rule.targets) != 1:
-        raise UnsupportedError(f"{context.group.names[0]}: {context.rule} has too many targets")
+        raise context.unsupported("has too many targets")
+    result: Parts = {}
     for pattern, tensors in parts.items():
-        tensor = _only(tensors, context.group)
+        tensor = context.one(tensors)
         dim = context.dim(tensor, operation.arguments["dim"])
         target = context.rule.targets[0] if alone else pattern
         for i in range(tensor.shape[dim]):
@@ -290,28 +289,24 @@ def _transpose(parts: Parts, operation: Operation, context: _Context) -> Parts:
         # transformers compares with the model's own parameter of that name: here, with the source's.
         own = context.tensors.get(context.key)
         if own is None:
-            raise UnsupportedError(f"{context.group.names[0]}: {context.rule} depends on {context.key}")
+            raise context.unsupported(f"depends on the shape of {context.key}, which is missing")
         if own.shape == tensor.shape:
-            return {context.single_name(): (tensor,)}
+            return {context.result_name(): (tensor,)}
     dims = list(range(len(tensor.shape)))
-    first = context.dim(tensor, operation.arguments["dim0"])
-    second = context.dim(tensor, operation.arguments["dim1"])
+    first, second = (context.dim(tensor, operation.arguments[key]) for key in ("dim0", "dim1"))
     dims[first], dims[second] = second, first
-    return {context.single_name(): (permute(tensor, dims),)}
+    return {context.result_name(): (permute(tensor, dims),)}
 
 
-def _text_config(config: Config) -> Config:
-    for key in ("text_encoder", "decoder", "generator", "text_config"):
-        section = config.get(key)
-        if isinstance(section, Mapping):
-            return section
-    return config
-
-
-def _number(config: Config, key: str, context: _Context) -> int:
+def _number(key: str, context: _Context) -> int:
+    config = context.config
+    # The sub-configs that transformers' get_text_config knows.
+    for name in ("text_encoder", "decoder", "generator", "text_config"):
+        section = config.get(name)
+        config = section if isinstance(section, Mapping) else config
     value = config.get(key)
     if not isinstance(value, int) or value < 1:
-        raise UnsupportedError(f"{context.group.names[0]}: {context.rule} needs {key} in config.json")
+        raise context.unsupported(f"needs {key} in config.json")
     return value
 
 

@@ -53,8 +53,8 @@ class Rule:
     prefixes: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
-        steps = "+".join(op.name for op in self.operations)
-        return f"{self.kind}({self.match.pattern!r} -> {'|'.join(self.targets)!r}{', ' if steps else ''}{steps})"
+        what = "+".join((self.kind, *(op.name for op in self.operations)))
+        return f"{what}({self.match.pattern!r} -> {'|'.join(self.targets)!r})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +117,12 @@ class SaveRules:
         prefix: transformers' ``base_model_prefix``.
         parts: sub-models that the config chooses.
         ties: declared ties.
-        tie_from: sub-config that decides on ties when the top level says nothing.
+        tie_from: sub-config that can switch the ties of the top level on.
         fp32: parts of names of parameters kept in float32 when float16 is asked for.
         fp32_strict: the same, also when bfloat16 is asked for.
         not_saved: names that saving leaves out.
-        memory_roots: first parts of names in memory, where the rules alone cannot tell a file name
-            from a name in memory; else empty.
+        in_file: matches names that only files have, where the rules themselves would take them for
+            names in memory and rename them again; None where that cannot happen.
     """
 
     architecture: str
@@ -136,7 +136,7 @@ class SaveRules:
     fp32: tuple[str, ...]
     fp32_strict: tuple[str, ...]
     not_saved: tuple[str, ...]
-    memory_roots: frozenset[str]
+    in_file: re.Pattern[str] | None
 
     def rules_for(self, config: Config) -> tuple[Rule, ...]:
         """The rules in order, with those of sub-models that the config exchanges.
@@ -180,14 +180,11 @@ class SaveRules:
         return {dropped: tied.get(kept, kept) for dropped, kept in tied.items()}
 
     def _is_tied(self, tie: Tie, config: Config) -> bool:
-        sections = [config] if tie.config_key == "" else [config.get(tie.config_key or "")]
-        if tie.config_key == "" and self.tie_from:
-            sections.append(config.get(self.tie_from))
-        for section in sections:
-            flag = section.get("tie_word_embeddings") if isinstance(section, Mapping) else None
-            if isinstance(flag, bool):
-                return flag
-        return tie.default
+        flag = _flag(config if tie.config_key == "" else config.get(tie.config_key or ""))
+        # Configs from before transformers 5 hold the flag in text_config; True there wins.
+        if not flag and tie.config_key == "" and self.tie_from and _flag(config.get(self.tie_from)):
+            return True
+        return tie.default if flag is None else flag
 
 
 def save_rules(architecture: str | None, model_type: str | None) -> SaveRules | None:
@@ -196,8 +193,9 @@ def save_rules(architecture: str | None, model_type: str | None) -> SaveRules | 
     None when the table knows neither, which says nothing about how such a model is saved.
     """
     table = _table()
-    if architecture in table["architectures"]:
-        return _rules_of(str(architecture), True)
+    for key in (f"{architecture}@{model_type}", architecture):
+        if key in table["architectures"]:
+            return _rules_of(str(key), True)
     if model_type in table["types"]:
         return _rules_of(table["types"][model_type], False)
     return None
@@ -208,6 +206,11 @@ def table_version() -> str:
     return str(_table()["transformers"])
 
 
+def _flag(section: object) -> bool | None:
+    flag = section.get("tie_word_embeddings") if isinstance(section, Mapping) else None
+    return flag if isinstance(flag, bool) else None
+
+
 @cache
 def _table() -> dict[str, Any]:
     text = resources.files("streammerge.families").joinpath("save_rules.json").read_text("utf-8")
@@ -216,11 +219,11 @@ def _table() -> dict[str, Any]:
 
 
 @cache
-def _rules_of(architecture: str, exact: bool) -> SaveRules:
-    entry = _table()["architectures"][architecture]
+def _rules_of(key: str, exact: bool) -> SaveRules:
+    entry = _table()["architectures"][key]
     parts = entry.get("parts", {})
     return SaveRules(
-        architecture=architecture,
+        architecture=key.partition("@")[0],
         model_type=entry["type"],
         exact=exact,
         segments=tuple(Segment(s["rules"], s.get("at")) for s in entry.get("rules", ())),
@@ -231,8 +234,13 @@ def _rules_of(architecture: str, exact: bool) -> SaveRules:
         fp32=tuple(entry.get("fp32", ())),
         fp32_strict=tuple(entry.get("fp32_strict", ())),
         not_saved=tuple(entry.get("not_saved", ())),
-        memory_roots=frozenset(entry.get("memory_roots", ())),
+        in_file=_paths_pattern(entry.get("file_paths", ())),
     )
+
+
+def _paths_pattern(paths: Iterable[str]) -> re.Pattern[str] | None:
+    branches = [re.escape(path).replace(r"\*", r"\d+") for path in paths]
+    return re.compile(rf"(?:{'|'.join(branches)})(?:\.|$)") if branches else None
 
 
 def _tie(data: Mapping[str, Any]) -> Tie:

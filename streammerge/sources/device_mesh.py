@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, TypeGuard
 
 from streammerge.errors import SourceError
@@ -16,7 +17,7 @@ from streammerge.tensors.fragment import Index
 __all__ = ["Mesh", "decode_mesh"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Mesh:
     """A device mesh through the eyes of one rank.
 
@@ -36,14 +37,19 @@ class Mesh:
     root_axes: Index = ()
     root_coordinate: Index = ()
 
+    @property
+    def rank_set(self) -> frozenset[int]:
+        """The ranks, as one object for all meshes of the same ranks."""
+        return _rank_set(self.ranks)
+
     def row(self, dim: int) -> Index:
         """The ranks along one dim, through this rank."""
         assert self.coordinate is not None
-        return tuple(
-            self.ranks[_flat((*self.coordinate[:dim], i, *self.coordinate[dim + 1 :]), self.sizes)]
-            for i in range(self.sizes[dim])
-        )
+        step = math.prod(self.sizes[dim + 1 :])
+        first = _flat(self.coordinate, self.sizes) - self.coordinate[dim] * step
+        return self.ranks[first : first + self.sizes[dim] * step : step]
 
+    @cached_property
     def group_indices(self) -> Index:
         """This rank's place in each dim's process group; c10d sorts the ranks of a group."""
         assert self.coordinate is not None
@@ -60,6 +66,11 @@ class Mesh:
         """For people: ``fsdp=2 x tp=2``."""
         names = self.names or tuple(f"dim{i}" for i in range(len(self.sizes)))
         return " x ".join(f"{name}={size}" for name, size in zip(names, self.sizes, strict=False)) or "single rank"
+
+
+@lru_cache(maxsize=4096)
+def _rank_set(ranks: Index) -> frozenset[int]:
+    return frozenset(ranks)
 
 
 def decode_mesh(record: object, rank: int, where: str, read_ints: Callable[[TensorRef], list[int]]) -> Mesh:
@@ -134,7 +145,7 @@ def _with_layout(
     if min(places) < 0 or max(places) >= len(rank_map):
         raise SourceError(f"{where}: a device mesh whose layout leaves its rank map")
     ranks = tuple(rank_map[place] for place in places)
-    root_axes, root_coordinate = _missing_axes(state.get("_root_mesh"), rank, where, read_ints, frozenset(ranks))
+    root_axes, root_coordinate = _missing_axes(state.get("_root_mesh"), rank, where, read_ints, _rank_set(ranks))
     return Mesh(names, sizes, ranks, coordinate, root_axes, root_coordinate)
 
 

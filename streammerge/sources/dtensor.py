@@ -44,6 +44,7 @@ class RankFile:
     rank: int
     meshes: dict[int, Mesh] = field(default_factory=dict)
     peers: frozenset[int] | None = None
+    noted: set[tuple[int, Index]] = field(default_factory=set)
 
     def mesh(self, record: object) -> Mesh:
         """Decode a mesh once; many tensors share it."""
@@ -53,8 +54,17 @@ class RankFile:
             self.meshes[id(record)] = found
         return found
 
-    def note_replicas(self, peers: frozenset[int]) -> None:
-        """Keep the ranks whose file holds the same as this one, for every sharded tensor."""
+    def note_replicas(self, mesh: Mesh | None, replicated: Index) -> None:
+        """Narrow the ranks whose files hold the same as this one, for every sharded tensor.
+
+        Args:
+            mesh: of a tensor, or None when the tensor has no replicas.
+            replicated: the mesh dims along which it is replicated.
+        """
+        if (id(mesh), replicated) in self.noted:
+            return
+        self.noted.add((id(mesh), replicated))
+        peers = mesh.peers(replicated) if mesh else frozenset((self.rank,))
         self.peers = peers if self.peers is None else self.peers & peers
 
 
@@ -110,11 +120,11 @@ def _dtensor(file: RankFile, where: str, value: TypedRef) -> list[Piece] | Ambig
     if len(placements) != len(mesh.sizes):
         raise SourceError(f"{where}: {len(placements)} placements on a {len(mesh.sizes)}-dim device mesh")
     replicated = tuple(d for d, placement in enumerate(placements) if isinstance(placement, Replicate))
-    file.note_replicas(mesh.peers(replicated))
+    file.note_replicas(mesh, replicated)
     order = _order(attributes.get("shard_order"), placements, mesh, where)
     draft = _Draft(file, where, local, shape, mesh, tuple(mesh.coordinate[d] for d in replicated))
     cut = [d for dims in order.values() for d in dims]
-    group = mesh.group_indices()
+    group = mesh.group_indices
     boxes = {at: local_box(shape, order, mesh.sizes, at) for at in (group, mesh.coordinate)}
     if all(group[d] == mesh.coordinate[d] for d in cut):
         return [draft.place(boxes[group])]
@@ -151,7 +161,7 @@ class _Draft:
             self.local.dtype,
             self.shape,
             self.file.file.fragment(self.local, self.file.index, box.start),
-            frozenset(self.mesh.ranks),
+            self.mesh.rank_set,
             self.replica,
             self.mesh.root_axes,
             self.mesh.root_coordinate,
@@ -228,7 +238,7 @@ def _sharded_tensor(file: RankFile, where: str, value: TypedRef) -> list[Piece] 
         fragment: Fragment = file.file.fragment(tensor, file.index, place.start)
         pieces.append(Piece(file.rank, tensor.dtype, value.inner.size, fragment, group))
     if pieces:
-        file.note_replicas(frozenset((file.rank,)))
+        file.note_replicas(None, ())
     return pieces
 
 

@@ -107,6 +107,8 @@ def open_torch_file(path: Path) -> Iterator[TorchFile]:
     except OSError as fault:
         raise StorageError(f"cannot open {path}: {fault.strerror}") from fault
     try:
+        # The reads below are small and far apart; reading ahead would drag the weights in.
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         size = os.fstat(fd).st_size
         if size == 0:
             raise SourceError(f"{path} is empty; the save was interrupted or the disk was full")

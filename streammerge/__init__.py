@@ -1,14 +1,14 @@
 """streammerge: from the pieces that distributed training leaves behind to a Hugging Face folder.
 
-    import streammerge as sm
+import streammerge as sm
 
-    print(sm.inspect("run/global_step_100/actor"))
-    sm.merge("run/global_step_100/actor", "merged", max_ram="16G")
+print(sm.inspect("run/global_step_100/actor"))
+sm.merge("run/global_step_100/actor", "merged", max_ram="16G")
 """
 
 from streammerge.errors import StreammergeError
-from streammerge.pipeline import Observer, inspect, merge, plan
 from streammerge.options import MergeOptions
+from streammerge.pipeline import Observer, inspect, merge, plan
 from streammerge.reports import InspectReport, MergeReport, PlanReport
 from streammerge.version import __version__
 

@@ -110,7 +110,7 @@ def sync_folder(path: Path) -> None:
 def rename(source: Path, target: Path) -> None:
     """Rename a file or folder."""
     with io_errors("rename", source):
-        os.rename(source, target)
+        source.rename(target)
 
 
 def exchange(first: Path, second: Path) -> bool:
@@ -119,9 +119,7 @@ def exchange(first: Path, second: Path) -> bool:
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
-    return bool(
-        renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), flag_exchange) == 0
-    )
+    return bool(renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), flag_exchange) == 0)
 
 
 def remove_tree(path: Path) -> None:

@@ -216,7 +216,7 @@ def _compare(prepared: _Prepared) -> set[str]:
         if check in model.ties:
             untied.add(check.name)
             prepared.warn(
-                f"{check.name} differs from the tensor that {check.reason.removeprefix('the config ties it to ')} names: "
+                f"{check.name} has other values than its twin, although {check.reason}: "
                 "both are written, and tie_word_embeddings becomes false"
             )
         else:
@@ -297,10 +297,9 @@ def _write(
 def _write_sidecars(prepared: _Prepared, made: Plan, folder: Path, untie: bool) -> list[str]:
     """Everything beside the weights; returns the names written."""
     contents: dict[Path, bytes] = {}
-    origin = prepared.sidecars.folder
-    for path in prepared.sidecars.files if origin else ():
-        with files.io_errors("read", origin / path):
-            contents[path] = (origin / path).read_bytes()
+    for name, path in prepared.sidecars.paths().items():
+        with files.io_errors("read", path):
+            contents[name] = path.read_bytes()
     if prepared.config is not None:
         edited = edited_config(prepared.config.raw, dtype=_main_dtype(made), untie=untie)
         if edited is not None:
@@ -356,5 +355,3 @@ def _report(
         uploaded=uploaded,
         warnings=tuple(prepared.warnings),
     )
-
-

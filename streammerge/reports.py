@@ -105,8 +105,10 @@ class PlanReport(_Report):
     def lines(self) -> list[str]:
         """The report for people, line by line."""
         out = [f"would write     {self.destination}"]
-        for file in self.plan["files"]:
-            out.append(f"  {file['name']:<34} {len(file['tensors']):>6} tensors {format_size(file['size']):>11}")
+        out += [
+            f"  {file['name']:<34} {len(file['tensors']):>6} tensors {format_size(file['size']):>11}"
+            for file in self.plan["files"]
+        ]
         out.append(f"parameters      {self.plan['parameters']:,}")
         casts = ", ".join(f"{stored} -> {written}" for stored, written in self.plan["casts"])
         out.append(f"casts           {casts or 'none'}")

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import json
 import os
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,14 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")
 import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers import conversion_mapping as conversions
-from transformers import core_model_loading as loading
 from transformers.initialization import no_init_weights
 from transformers.models.auto import modeling_auto
-from transformers.models.timm_wrapper import modeling_timm_wrapper as timm_wrapper
+from transformers.models.timm_wrapper import modeling_timm_wrapper
+
+# Any: they are typed only in part.
+conversions: Any = importlib.import_module("transformers.conversion_mapping")
+loading: Any = importlib.import_module("transformers.core_model_loading")
+timm_wrapper: Any = modeling_timm_wrapper
 
 TABLE = Path(__file__).resolve().parent.parent / "streammerge" / "families" / "save_rules.json"
 
@@ -83,7 +87,7 @@ COMMON_OVERRIDES: tuple[dict[str, Any], ...] = (
 def hollow_out() -> None:
     """Let wrappers of timm models, which hold no rules, be built alike with and without timm."""
 
-    def hollow(self: PreTrainedModel, config: PreTrainedConfig, **_: Any) -> None:
+    def hollow(self: Any, config: PreTrainedConfig, **_: Any) -> None:
         PreTrainedModel.__init__(self, config)
         self.timm_model = torch.nn.Identity()
         self.post_init()
@@ -99,7 +103,9 @@ def model_classes() -> dict[str, list[str]]:
         for model_type, names in getattr(modeling_auto, f"{mapping}_MAPPING_NAMES").items():
             for name in _as_names(names):
                 found.setdefault(name, []).append(model_type)
-    return {name: sorted(set(types), key=lambda t: (t != _own_type(name), t)) for name, types in found.items()}
+    return {
+        name: sorted(set(types), key=lambda t: (t != _own_type(name), t)) for name, types in found.items()
+    }
 
 
 def _own_type(name: str) -> str | None:
@@ -123,20 +129,21 @@ def build(name: str, model_type: str) -> PreTrainedModel:
             try:
                 config = config_class(**(wanted | change))
                 with torch.device("meta"), no_init_weights():
-                    return cls(config)
+                    model: PreTrainedModel = cls(config)
+                    return model
             except Exception as error:  # any model code may fail in any way
                 first = first or error
     assert first is not None
     raise first
 
 
-def op_data(op: loading.ConversionOps) -> dict[str, Any]:
+def op_data(op: Any) -> dict[str, Any]:
     """An operation as its class name and the arguments it was built with."""
     arguments = {key: value for key, value in vars(op).items() if value is not None}
     return {"op": type(op).__name__, **arguments}
 
 
-def rule_data(rule: loading.WeightTransform) -> dict[str, Any]:
+def rule_data(rule: Any) -> dict[str, Any]:
     """One reversed transform as plain data, without its scope."""
     # LayerPairCollapse matches with a pattern of its own instead of the compiled sources.
     match = getattr(rule, "pattern", rule.compiled_sources).pattern
@@ -149,7 +156,7 @@ def rule_data(rule: loading.WeightTransform) -> dict[str, Any]:
     return data
 
 
-def reversed_rules(transforms: list[loading.WeightTransform]) -> list[dict[str, Any]]:
+def reversed_rules(transforms: list[Any]) -> list[dict[str, Any]]:
     """What saving a model made from its config applies: no PrefixChange, last transform first."""
     kept = [t for t in transforms if not isinstance(t, loading.PrefixChange)]
     return [rule_data(t.reverse_transform()) for t in reversed(kept)]
@@ -205,7 +212,7 @@ def parts(model: PreTrainedModel) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for path, module in submodels(model):
         key = config_key(model.config, module)
-        if key in chosen and key not in found:
+        if key is not None and key in chosen and key not in found:
             found[key] = {"path": path, "class": type(module).__name__, "type": module.config.model_type}
     return found
 
@@ -240,7 +247,7 @@ def tie_source(config: PreTrainedConfig) -> str | None:
         except Exception:  # a sub-config that takes no such key
             continue
         if getattr(after, "tie_word_embeddings", False):
-            return key
+            return str(key)
     return None
 
 
@@ -314,7 +321,10 @@ def make_table() -> dict[str, Any]:
     head and without.
     """
     hollow_out()
-    names, lists, architectures, skipped, types, bases = known_lists(), {}, {}, {}, {}, {}
+    names = known_lists()
+    lists: dict[str, Any] = {}
+    architectures: dict[str, dict[str, Any]] = {}
+    skipped, types, bases = (dict[str, str]() for _ in range(3))
     for name, model_types in model_classes().items():
         for model_type in model_types:
             try:
@@ -338,28 +348,27 @@ def make_table() -> dict[str, Any]:
     }
 
 
-def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+def _as_names(names: str | Sequence[str] | None) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names or ())
 
 
 def render(table: Mapping[str, Any]) -> str:
     """JSON with one line per class and one per rule, sorted, so that versions can be compared."""
-    compact = {"sort_keys": True, "separators": (",", ":")}
     sections = []
     for key in sorted(table):
         value = table[key]
-        if key == "lists":
-            body = ",\n".join(
-                f'"{name}":[\n' + ",\n".join(json.dumps(rule, **compact) for rule in value[name]) + "\n]"
-                for name in sorted(value)
-            )
-            sections.append(f'"{key}":{{\n{body}\n}}')
-        elif isinstance(value, dict):
-            body = ",\n".join(f'"{k}":{json.dumps(value[k], **compact)}' for k in sorted(value))
-            sections.append(f'"{key}":{{\n{body}\n}}')
+        if isinstance(value, dict):
+            lines = (f"{json.dumps(name)}:{_entry(value[name])}" for name in sorted(value))
+            sections.append(f'"{key}":{{\n' + ",\n".join(lines) + "\n}")
         else:
             sections.append(f'"{key}":{json.dumps(value)}')
     return "{\n" + ",\n".join(sections) + "\n}\n"
+
+
+def _entry(value: Any) -> str:
+    if isinstance(value, list):
+        return "[\n" + ",\n".join(_entry(item) for item in value) + "\n]"
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
 def main() -> int:

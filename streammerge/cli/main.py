@@ -58,11 +58,19 @@ def cli() -> None:
 @_PATHS
 @source_options
 @merge_options
-@click.option("--push-to-hub", "--hf-upload-path", "push_to_hub", metavar="REPO", help="Upload the finished folder to this Hub repository.")
+@click.option(
+    "--push-to-hub",
+    "--hf-upload-path",
+    "push_to_hub",
+    metavar="REPO",
+    help="Upload the finished folder to this Hub repository.",
+)
 @click.option("--private", is_flag=True, help="Make the Hub repository private.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress.")
 @json_option
-def merge(paths: tuple[Path, ...], as_json: bool, quiet: bool, push_to_hub: str | None, private: bool, **options: Any) -> None:
+def merge(
+    paths: tuple[Path, ...], as_json: bool, quiet: bool, push_to_hub: str | None, private: bool, **options: Any
+) -> None:
     """Merge SRC... into the folder DST."""
     sources, destination, chosen = _arguments(paths, options)
     max_ram = _budget(chosen, quiet=quiet or as_json)
@@ -193,7 +201,10 @@ def _guarded(command: Callable[[], Any], as_json: bool) -> int:
     except Exception as fault:
         if os.environ.get("STREAMMERGE_DEBUG"):
             raise
-        message = f"unexpected {type(fault).__name__}: {fault}. This is a bug in streammerge; run with STREAMMERGE_DEBUG=1 and report it"
+        message = (
+            f"unexpected {type(fault).__name__}: {fault}. "
+            "This is a bug in streammerge; run with STREAMMERGE_DEBUG=1 and report it"
+        )
         return _failed(type(fault).__name__, message, 1, as_json)
 
 

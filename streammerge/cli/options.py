@@ -28,11 +28,28 @@ def source_options(command: Command) -> Command:
     """Options that say how to read the source."""
     for option in reversed(
         [
-            click.option("--src", "sources", type=_PATH, multiple=True, help="A source folder; repeat for ranks that are spread over several."),
+            click.option(
+                "--src",
+                "sources",
+                type=_PATH,
+                multiple=True,
+                help="A source folder; repeat for ranks that are spread over several.",
+            ),
             click.option("--local-dir", type=_PATH, help="The source, in verl's spelling."),
-            click.option("--backend", type=click.Choice(["fsdp", "megatron"]), help="Accepted from verl's spelling; the format is found by itself."),
-            click.option("--mesh-order", type=click.Choice(["auto", "group", "coordinate"]), default="auto", help="Which rank order cut the tensors, where the device mesh does not ascend and sizes do not tell."),
-            click.option("--subtree", metavar="PATH", help="Which dict to take when files hold several sets of tensors."),
+            click.option(
+                "--backend",
+                type=click.Choice(["fsdp", "megatron"]),
+                help="Accepted from verl's spelling; the format is found by itself.",
+            ),
+            click.option(
+                "--mesh-order",
+                type=click.Choice(["auto", "group", "coordinate"]),
+                default="auto",
+                help="Which rank order cut the tensors, where the device mesh does not ascend and sizes do not tell.",
+            ),
+            click.option(
+                "--subtree", metavar="PATH", help="Which dict to take when files hold several sets of tensors."
+            ),
         ]
     ):
         command = option(command)
@@ -44,18 +61,65 @@ def merge_options(command: Command) -> Command:
     for option in reversed(
         [
             click.option("--target-dir", type=_PATH, help="The destination, in verl's spelling."),
-            click.option("--max-ram", metavar="SIZE", help="RAM budget: 16G, 512MiB, 50%. Default: 16G, or half of the memory there is."),
-            click.option("--dtype", default="auto", show_default=True, metavar="DTYPE", help="auto (the config's), keep (as stored), bfloat16, float16, float32."),
-            click.option("--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Most bytes of tensors per output file."),
-            click.option("--hf-config", metavar="DIR|REPO", help="Folder (or Hub model) with config.json and tokenizer, instead of the checkpoint's own."),
-            click.option("--workers", type=click.IntRange(1, 64), default=2, show_default=True, help="Threads that read, convert and write."),
-            click.option("--io", type=click.Choice(["auto", "direct", "pread", "mmap"]), default="auto", show_default=True, help="How to read and write."),
+            click.option(
+                "--max-ram",
+                metavar="SIZE",
+                help="RAM budget: 16G, 512MiB, 50%. Default: 16G, or half of the memory there is.",
+            ),
+            click.option(
+                "--dtype",
+                default="auto",
+                show_default=True,
+                metavar="DTYPE",
+                help="auto (the config's), keep (as stored), bfloat16, float16, float32.",
+            ),
+            click.option(
+                "--max-shard-size",
+                default="5GB",
+                show_default=True,
+                metavar="SIZE",
+                help="Most bytes of tensors per output file.",
+            ),
+            click.option(
+                "--hf-config",
+                metavar="DIR|REPO",
+                help="Folder (or Hub model) with config.json and tokenizer, instead of the checkpoint's own.",
+            ),
+            click.option(
+                "--workers",
+                type=click.IntRange(1, 64),
+                default=2,
+                show_default=True,
+                help="Threads that read, convert and write.",
+            ),
+            click.option(
+                "--io",
+                type=click.Choice(["auto", "direct", "pread", "mmap"]),
+                default="auto",
+                show_default=True,
+                help="How to read and write.",
+            ),
             click.option("--overwrite", is_flag=True, help="Replace what an earlier merge wrote to the destination."),
-            click.option("--check/--no-check", default=None, help="Compare names and shapes with the model class before writing. Default: when the budget allows it."),
+            click.option(
+                "--check/--no-check",
+                default=None,
+                help="Compare names and shapes with the model class first. Default: when the budget allows.",
+            ),
             click.option("--no-space-check", is_flag=True, help="Do not check for free disk space first."),
-            click.option("--allow-replica-mismatch", is_flag=True, help="Where ranks hold different copies of an unsharded tensor, take the first."),
-            click.option("--tie-word-embedding", is_flag=True, default=None, help="Treat embeddings as tied, whatever the config says."),
-            click.option("--is-value-model", is_flag=True, help="Accepted from verl's spelling; value heads are always kept."),
+            click.option(
+                "--allow-replica-mismatch",
+                is_flag=True,
+                help="Where ranks hold different copies of an unsharded tensor, take the first.",
+            ),
+            click.option(
+                "--tie-word-embedding",
+                is_flag=True,
+                default=None,
+                help="Treat embeddings as tied, whatever the config says.",
+            ),
+            click.option(
+                "--is-value-model", is_flag=True, help="Accepted from verl's spelling; value heads are always kept."
+            ),
         ]
     ):
         command = option(command)

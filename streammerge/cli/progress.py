@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from typing import NoReturn
 
 import click
 from tqdm import tqdm
@@ -31,7 +32,7 @@ class ConsoleObserver(QuietObserver):
 
     def __init__(self, max_ram: int) -> None:
         self._max_ram = max_ram
-        self._bar: tqdm[None] | None = None
+        self._bar: tqdm[NoReturn] | None = None
         self._name = ""
         self._total = 0
         self._began = self._told = 0.0

@@ -57,9 +57,7 @@ def _bfloat16_to_float32(source: npt.NDArray[Any], target: npt.NDArray[Any]) -> 
     np.copyto(target, source.view(ml_dtypes.bfloat16))
 
 
-def _steps(
-    source: npt.NDArray[Any], target: npt.NDArray[Any]
-) -> Iterable[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
+def _steps(source: npt.NDArray[Any], target: npt.NDArray[Any]) -> Iterable[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
     """Cut both arrays along their first dims into parts of about ``_STEP`` elements."""
     if source.size <= _STEP or source.ndim == 0:
         if source.size:

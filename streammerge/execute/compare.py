@@ -47,7 +47,9 @@ def same_place(first: Tensor, second: Tensor) -> bool:
 
 
 def _whole(tensor: Tensor) -> list[Fragment]:
-    return sorted(tensor.fragments_in((0,) * len(tensor.shape), tensor.shape), key=lambda f: (f.start, f.file, f.offset))
+    return sorted(
+        tensor.fragments_in((0,) * len(tensor.shape), tensor.shape), key=lambda f: (f.start, f.file, f.offset)
+    )
 
 
 def _equal(
@@ -60,11 +62,10 @@ def _equal(
     total = numel(check.first)
     for start in range(0, total, step):
         end = min(total, start + step)
-        parts = []
+        size = (end - start) * dtype.itemsize
         for tensor, view in zip((check.first, check.second), views, strict=True):
-            part = view[: (end - start) * dtype.itemsize]
-            on_read(run_copies(copies_of(tensor, start, end, dtype, 0, window), part, reader, window))
-            parts.append(part)
-        if not np.array_equal(*(np.frombuffer(part, np.uint8) for part in parts)):
+            on_read(run_copies(copies_of(tensor, start, end, dtype, 0, window), view[:size], reader, window))
+        first, second = (np.frombuffer(view, np.uint8, size) for view in views)
+        if not np.array_equal(first, second):
             return False
     return True

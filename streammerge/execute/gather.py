@@ -68,9 +68,7 @@ def fill(output: OutputFile, start: int, tile: memoryview, reader: Reader, windo
     return run_copies(copies, tile, reader, window)
 
 
-def copies_of(
-    tensor: Tensor, first: int, last: int, written: DType, place: int, window: int
-) -> Iterator[Copy]:
+def copies_of(tensor: Tensor, first: int, last: int, written: DType, place: int, window: int) -> Iterator[Copy]:
     """The copies that put elements ``first .. last`` (flat, row-major) of a tensor at ``place`` of a buffer."""
     strides = contiguous_strides(tensor.shape, written.itemsize)
     item = tensor.dtype.itemsize

@@ -71,11 +71,9 @@ def _tie(raw: Mapping[str, Any]) -> bool | None:
 
 def _first(raw: Mapping[str, Any], names: tuple[str, ...]) -> object:
     """The first of these fields that has a value, in the config or in the language model's part of it."""
-    for part in (raw, raw.get("text_config"), raw.get("thinker_config"), raw.get("llm_config")):
-        for name in names if isinstance(part, dict) else ():
-            if part.get(name) is not None:
-                return part[name]
-    return None
+    parts = (raw, raw.get("text_config"), raw.get("thinker_config"), raw.get("llm_config"))
+    values = (part.get(name) for part in parts if isinstance(part, dict) for name in names)
+    return next((value for value in values if value is not None), None)
 
 
 def _string(value: object) -> str | None:

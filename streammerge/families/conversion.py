@@ -21,7 +21,6 @@ Config = Mapping[str, object]
 Parts = dict[str, tuple[Tensor, ...]]
 
 _RENAMINGS = {"WeightRenaming", "GroupWeightRename", "Inkling2IndexOffsetWeightRename"}
-_CONVERTER = "WeightConverter"
 
 
 def to_file_tensors(tensors: Mapping[str, Tensor], rules: SaveRules, config: Config) -> dict[str, Tensor]:
@@ -41,21 +40,17 @@ def to_file_tensors(tensors: Mapping[str, Tensor], rules: SaveRules, config: Con
         UnsupportedError: a rule applies that cannot be followed on virtual tensors.
         SourceError: tensors of a wrong shape or dtype, a missing one, or two with one file name.
     """
-    ordered = rules.rules_for(config)
-    if not ordered:
-        return dict(tensors)
-    return _Reversal(ordered, tensors, config, rules.in_file).run()
+    return _Reversal(rules, tensors, config).run() if rules.rules_for(config) else dict(tensors)
 
 
-def natural_key(name: str) -> list[tuple[int, int] | tuple[int, str] | tuple[int, str, int]]:
+def natural_key(name: str) -> list[tuple[int | str, ...]]:
     """Sort key of transformers 5.24 (``dot_natural_key``): numbers by value, at the end of parts too."""
-    return [_natural_part(part) for part in name.split(".")]
+    return [_natural_part(part, part.rstrip("0123456789")) for part in name.split(".")]
 
 
-def _natural_part(part: str) -> tuple[int, int] | tuple[int, str] | tuple[int, str, int]:
+def _natural_part(part: str, text: str) -> tuple[int | str, ...]:
     if part.isdigit():
         return (0, int(part))
-    text = part.rstrip("0123456789")
     return (1, text, int(part[len(text) :])) if len(text) < len(part) else (1, text)
 
 
@@ -72,18 +67,13 @@ class _Group:
 class _Reversal:
     """One run over a state dict."""
 
-    def __init__(
-        self,
-        rules: Sequence[Rule],
-        tensors: Mapping[str, Tensor],
-        config: Config,
-        in_file: re.Pattern[str] | None,
-    ) -> None:
+    def __init__(self, rules: SaveRules, tensors: Mapping[str, Tensor], config: Config) -> None:
         self._tensors = tensors
         self._config = config
-        self._in_file = in_file
-        self._converters = [rule for rule in rules if rule.kind == _CONVERTER]
-        self._renamings = [rule for rule in rules if rule.kind != _CONVERTER]
+        self._in_file = rules.in_file
+        ordered = rules.rules_for(config)
+        self._converters = [rule for rule in ordered if rule.kind == "WeightConverter"]
+        self._renamings = [rule for rule in ordered if rule.kind != "WeightConverter"]
         # As in transformers: of two converters with one source pattern, the last one converts.
         self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.sources}
         self._active: set[int] = set()
@@ -93,16 +83,11 @@ class _Reversal:
         for name in sorted(self._tensors, key=natural_key):
             self._collect(name, groups)
         result: dict[str, Tensor] = {}
-        origin: dict[str, str] = {}
         for group in groups.values():
             for name, tensor in self._finished(group):
                 if name in result:
-                    raise SourceError(
-                        f"{group.names[0]} and {origin[name]} would both be saved as {name}; "
-                        "one of them does not belong to this model"
-                    )
+                    raise SourceError(f"{group.names[0]} and another tensor would both be saved as {name}")
                 result[name] = tensor
-                origin[name] = group.names[0]
         return result
 
     def _collect(self, name: str, groups: dict[str, _Group]) -> None:
@@ -181,19 +166,13 @@ class _Match:
 
 
 def _match(rule: Rule, name: str) -> _Match | None:
-    prefix = ""
-    if rule.prefixes is not None:
-        fitting = next((p for p in rule.prefixes if name.startswith(p)), None)
-        if fitting is None:
-            return None
-        prefix = fitting
-    inner = name[len(prefix) :]
-    found = rule.match.search(inner)
-    if found is None:
+    prefix = next((p for p in rule.prefixes if name.startswith(p)), None)
+    found = rule.match.search(name[len(prefix) :]) if prefix is not None else None
+    if prefix is None or found is None:
         return None
     groups = found.groupdict().items()
-    index = next((int(group[1:]) for group, text in groups if group[1:].isdigit() and text is not None), 0)
-    return _Match(rule, prefix, inner, found, index)
+    index = next((int(group[1:]) for group, text in groups if text is not None), 0)
+    return _Match(rule, prefix, name[len(prefix) :], found, index)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Rule:
         operations: what a converter does to the collected tensors.
         offset: what an index-offset renaming adds to the index.
         prefixes: the rule applies only to names with one of these, and to what follows it; the
-            first that fits counts. None: no scope.
+            first that fits counts.
     """
 
     kind: str
@@ -50,7 +50,7 @@ class Rule:
     sources: tuple[str, ...] = ()
     operations: tuple[Operation, ...] = ()
     offset: int = 0
-    prefixes: tuple[str, ...] | None = None
+    prefixes: tuple[str, ...] = ("",)
 
     def __str__(self) -> str:
         what = "+".join((self.kind, *(op.name for op in self.operations)))
@@ -261,13 +261,13 @@ def _part_rules(part: Part, model_type: str) -> SaveRules:
 
 def _scoped(segment: Segment, prefix: str) -> tuple[Rule, ...]:
     if segment.scope is None:
-        return _list(segment.list_name, None)
+        return _list(segment.list_name, ("",))
     scope = f"{segment.scope}." if segment.scope else ""
     return _list(segment.list_name, ((f"{prefix}." if prefix else "") + scope, scope))
 
 
 @cache
-def _list(name: str, prefixes: tuple[str, ...] | None) -> tuple[Rule, ...]:
+def _list(name: str, prefixes: tuple[str, ...]) -> tuple[Rule, ...]:
     return tuple(
         Rule(
             kind=data["kind"],

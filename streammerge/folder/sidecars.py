@@ -33,10 +33,14 @@ class Sidecars:
     config: Path | None
     missing: tuple[str, ...]
 
+    def paths(self) -> dict[Path, Path]:
+        """Relative path -> where it is."""
+        return {file: self.folder / file for file in self.files} if self.folder else {}
+
     @property
     def size(self) -> int:
         """Bytes of all of them."""
-        return sum((self.folder / file).stat().st_size for file in self.files) if self.folder else 0
+        return sum(path.stat().st_size for path in self.paths().values())
 
 
 def find_sidecars(folder: Path | None) -> Sidecars:
@@ -81,4 +85,6 @@ def _check(path: Path) -> None:
     try:
         json.loads(path.read_bytes())
     except (ValueError, RecursionError) as fault:
-        raise SourceError(f"{path} is not valid JSON ({fault}); repair it or name another folder with --hf-config") from fault
+        raise SourceError(
+            f"{path} is not valid JSON ({fault}); repair it or name another folder with --hf-config"
+        ) from fault

@@ -5,14 +5,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from streammerge import files
 from streammerge.errors import DestinationError, UsageError
 
-__all__ = ["MANIFEST_NAME", "check_destination", "commit", "staging_path", "staged"]
+__all__ = ["MANIFEST_NAME", "check_destination", "commit", "staged", "staging_path"]
 
 # Lists what streammerge wrote into a folder, so that --overwrite replaces nothing else.
 MANIFEST_NAME = ".streammerge.json"
@@ -40,7 +40,8 @@ def check_destination(destination: Path, *, overwrite: bool) -> list[Path]:
         return []
     if not overwrite:
         raise DestinationError(
-            f"{destination} is not empty; choose another destination, or --overwrite to replace what an earlier merge wrote"
+            f"{destination} is not empty; choose another destination, "
+            "or --overwrite to replace what an earlier merge wrote"
         )
     return _foreign_files(destination)
 
@@ -96,7 +97,9 @@ def _locked(folder: Path, destination: Path) -> int:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(fd)
-            raise DestinationError(f"another merge is writing to {destination}; wait for it or choose another destination") from None
+            raise DestinationError(
+                f"another merge is writing to {destination}; wait for it or choose another destination"
+            ) from None
         except OSError:
             pass  # a network file system without locks
         # The former holder may have renamed or removed the folder between our open and our lock.
@@ -112,7 +115,9 @@ def _same_file(fd: int, path: Path) -> bool:
         return False
 
 
-def commit(folder: Path, destination: Path, written: list[str], kept: list[Path], manifest: dict[str, object]) -> None:
+def commit(
+    folder: Path, destination: Path, written: list[str], kept: list[Path], manifest: Mapping[str, object]
+) -> None:
     """Make the staged folder the destination: the sole commit point is one rename.
 
     Args:

@@ -93,7 +93,11 @@ def decode_mesh(record: object, rank: int, where: str, read_ints: Callable[[Tens
         raise SourceError(
             f"{where}: the file is named as rank {rank}, but was written by rank {own}; was it renamed or swapped?"
         )
-    mesh = _with_layout(state, rank, where, read_ints) if "_layout" in state else _with_tensor(state, rank, where, read_ints)
+    mesh = (
+        _with_layout(state, rank, where, read_ints)
+        if "_layout" in state
+        else _with_tensor(state, rank, where, read_ints)
+    )
     if mesh.coordinate is not None and mesh.ranks[_flat(mesh.coordinate, mesh.sizes)] != rank:
         found = mesh.ranks[_flat(mesh.coordinate, mesh.sizes)]
         raise SourceError(
@@ -103,9 +107,7 @@ def decode_mesh(record: object, rank: int, where: str, read_ints: Callable[[Tens
     return mesh
 
 
-def _with_tensor(
-    state: dict[str, Any], rank: int, where: str, read_ints: Callable[[TensorRef], list[int]]
-) -> Mesh:
+def _with_tensor(state: dict[str, Any], rank: int, where: str, read_ints: Callable[[TensorRef], list[int]]) -> Mesh:
     """torch <= 2.9: a tensor gives the shape, and usually ``_flatten_mesh_list`` the ranks."""
     tensor = state.get("mesh")
     if not isinstance(tensor, TensorRef):
@@ -120,9 +122,7 @@ def _with_tensor(
     return Mesh(_names(state.get("mesh_dim_names")), tensor.size, tuple(ranks), coordinate)
 
 
-def _with_layout(
-    state: dict[str, Any], rank: int, where: str, read_ints: Callable[[TensorRef], list[int]]
-) -> Mesh:
+def _with_layout(state: dict[str, Any], rank: int, where: str, read_ints: Callable[[TensorRef], list[int]]) -> Mesh:
     """torch >= 2.10: a layout over the root's rank map.
 
     A submesh keeps the root's whole map and its layout does not say which slice this file belongs

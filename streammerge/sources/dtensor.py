@@ -265,4 +265,3 @@ _DECODERS: dict[str, _Decoder] = {
     "Parameter": _plain_subclass,
     "Buffer": _plain_subclass,
 }
-

@@ -19,7 +19,6 @@ from streammerge.sources.mesh_order import MeshOrder, settle
 from streammerge.sources.pieces import Piece, assemble
 from streammerge.sources.state_dict import find_state_dict
 from streammerge.sources.torch_file import open_torch_file
-from streammerge.sources.torch_values import TensorRef, TypedRef, UnreadableRef
 from streammerge.tensors.catalogue import Catalogue, Entry, EqualityCheck, SourceFile
 
 __all__ = ["RANK_FILE", "has_rank_files", "open_fsdp"]
@@ -46,9 +45,7 @@ class _Index:
     inert: set[str] = field(default_factory=set)
 
 
-def open_fsdp(
-    folders: Sequence[Path], *, mesh_order: MeshOrder = "auto", subtree: str | None = None
-) -> Catalogue:
+def open_fsdp(folders: Sequence[Path], *, mesh_order: MeshOrder = "auto", subtree: str | None = None) -> Catalogue:
     """Index the rank files of one checkpoint, possibly spread over several folders.
 
     Args:
@@ -161,10 +158,7 @@ def _read_value(index: _Index, decoding: RankFile, key: str, value: Any) -> None
             "inside it are not in the file, so it cannot be merged. Load it in the training job and save with "
             "SHARDED_STATE_DICT or FULL_STATE_DICT."
         )
-    if value is None or isinstance(value, bool | int | float | str | bytes):
-        index.skipped[key] = f"a {type(value).__name__}, not a tensor"
-        return
-    if isinstance(value, dict | list | tuple) and not isinstance(value, TensorRef | TypedRef | UnreadableRef):
+    if value is None or isinstance(value, bool | int | float | str | bytes | dict | list | tuple):
         index.skipped[key] = f"a {type(value).__name__}, not a tensor"
         return
     decoded = decode_value(decoding, key, value)

@@ -48,7 +48,7 @@ def _newest(path: Path) -> Path:
     for name in (f"global_step_{text}", f"iter_{text.zfill(7)}"):
         if text.isdigit() and (path / name).is_dir():
             return path / name
-    raise SourceError(f"{path / _TRACKER} names step {text[:40]!r}, but its folder is not there; name the step's folder")
+    raise SourceError(f"{path / _TRACKER} names step {text[:40]!r}, but its folder is not there; name a step's folder")
 
 
 def _below(folder: Path, holds: Callable[[Path], bool], depth: int) -> list[Path]:

@@ -14,9 +14,7 @@ from streammerge.tensors.catalogue import Catalogue
 __all__ = ["open_source"]
 
 
-def open_source(
-    paths: Sequence[Path], *, mesh_order: MeshOrder = "auto", subtree: str | None = None
-) -> Catalogue:
+def open_source(paths: Sequence[Path], *, mesh_order: MeshOrder = "auto", subtree: str | None = None) -> Catalogue:
     """Find and index the checkpoint at ``paths`` (several only when its ranks are spread over folders).
 
     Raises:

@@ -297,6 +297,10 @@ def _mark(m: _Machine) -> None:
     m.stack = []
 
 
+def _pop_mark(m: _Machine) -> None:
+    m.pop_mark()
+
+
 def _pop(m: _Machine) -> None:
     if m.stack:
         m.stack.pop()
@@ -518,7 +522,7 @@ def _binpersid(m: _Machine) -> None:
 
 _HANDLERS: list[Callable[[_Machine], None] | None] = [None] * 256
 for _code, _handler in {
-    b".": _stop, b"\x80": _proto, b"\x95": _frame, b"(": _mark, b"0": _pop, b"1": _Machine.pop_mark,
+    b".": _stop, b"\x80": _proto, b"\x95": _frame, b"(": _mark, b"0": _pop, b"1": _pop_mark,
     b"2": _dup, b"X": _binunicode, b"\x8c": _short_binunicode, b"\x8d": _binunicode8, b"V": _unicode,
     b"C": _binbytes(1), b"B": _binbytes(4), b"\x8e": _binbytes(8), b"\x96": _binbytes(8),
     b"U": _short_binunicode, b"T": _binunicode,

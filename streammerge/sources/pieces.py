@@ -44,9 +44,7 @@ class Piece:
     root_coordinate: Index = ()
 
 
-def assemble(
-    key: str, pieces: Sequence[Piece], names: Mapping[int, str]
-) -> tuple[Entry, list[EqualityCheck]]:
+def assemble(key: str, pieces: Sequence[Piece], names: Mapping[int, str]) -> tuple[Entry, list[EqualityCheck]]:
     """Put the pieces of one key together.
 
     Args:
@@ -102,9 +100,7 @@ def _plain(key: str, pieces: Sequence[Piece], names: Mapping[int, str]) -> tuple
     return Entry(copies[0]), checks
 
 
-def _tiled(
-    key: str, group: Sequence[Piece], names: Mapping[int, str]
-) -> tuple[Stored, list[EqualityCheck]]:
+def _tiled(key: str, group: Sequence[Piece], names: Mapping[int, str]) -> tuple[Stored, list[EqualityCheck]]:
     """One replica of the group's tensor, and the duplicates that no placement explains."""
     chosen: dict[tuple[Index, Index], Piece] = {}
     checks = []

@@ -77,9 +77,7 @@ def shard_order(placements: Sequence[Placement], mesh_sizes: Index) -> dict[int,
     return order
 
 
-def local_box(
-    shape: Index, order: Mapping[int, Sequence[int]], mesh_sizes: Index, indices: Sequence[int]
-) -> Box:
+def local_box(shape: Index, order: Mapping[int, Sequence[int]], mesh_sizes: Index, indices: Sequence[int]) -> Box:
     """The box of a tensor of ``shape`` that the rank at ``indices`` of the mesh holds."""
     start, sizes = [0] * len(shape), list(shape)
     for dim, mesh_dims in order.items():

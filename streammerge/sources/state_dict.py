@@ -40,9 +40,7 @@ def find_state_dict(root: Any, where: str, subtree: str | None = None) -> dict[s
             raise SourceError(f"{where}: holds no tensors")
         return {}  # a pipeline rank may hold nothing
     if len(found) > 1:
-        raise SourceError(
-            f"{where}: holds several sets of tensors: {_listed(found)}; choose one with --subtree"
-        )
+        raise SourceError(f"{where}: holds several sets of tensors: {_listed(found)}; choose one with --subtree")
     return next(iter(found.values()))
 
 

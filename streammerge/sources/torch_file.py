@@ -86,9 +86,7 @@ class TorchFile:
         if fragment.numel > _MAX_SMALL_BYTES // 8 or tensor.dtype.kind != "int":
             raise SourceError(f"{self.where}: a device mesh is not a small integer tensor")
         raw = os.pread(self.fd, fragment.extent(tensor.dtype.itemsize), fragment.offset)
-        values = np.lib.stride_tricks.as_strided(
-            np.frombuffer(raw, tensor.dtype.numpy), tensor.size, fragment.strides
-        )
+        values = np.lib.stride_tricks.as_strided(np.frombuffer(raw, tensor.dtype.numpy), tensor.size, fragment.strides)
         return [int(value) for value in values.ravel()]
 
 
@@ -158,6 +156,10 @@ def _read_legacy(fd: int, where: str, size: int) -> TorchFile:
     return TorchFile(fd, where, root, frozenset(inert), None, places)
 
 
+# Where records and tensor values keep other values.
+_INNER = ("args", "state", "inner", "items", "elements", "children")
+
+
 def _storage_itemsizes(root: Any) -> dict[str, int]:
     """Bytes per element of each storage, found by walking everything that holds a tensor."""
     sizes: dict[str, int] = {}
@@ -176,5 +178,5 @@ def _storage_itemsizes(root: Any) -> dict[str, int]:
         elif isinstance(value, list | tuple | set):
             todo.extend(value)
         else:
-            todo.extend(getattr(value, name, None) for name in ("args", "state", "inner", "items", "elements", "children"))
+            todo.extend(getattr(value, name, None) for name in _INNER)
     return sizes

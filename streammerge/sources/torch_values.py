@@ -206,11 +206,8 @@ def _getattr(owner: object, name: object) -> object:
     # FSDP1 pickles a nested class this way, under protocol 2; every other use is an attack.
     if isinstance(owner, Global) and (owner.name, name) == ("ShardedTensor", "ProcessGroupState"):
         return Global(owner.module, f"{owner.name}.{name}")
-    shown = name if isinstance(name, str) else "?"
-    raise UnsafeError(
-        f"the pickle wants to call builtins.getattr for {shown!r} of {owner if isinstance(owner, Global) else 'an object'}, "
-        "which no checkpoint needs; nothing was run"
-    )
+    shown = f"{owner if isinstance(owner, Global) else '...'}, {name!r}" if isinstance(name, str) else "..."
+    raise UnsafeError(f"the pickle wants to call builtins.getattr({shown}), which no checkpoint needs; nothing was run")
 
 
 FUNCTIONS: Functions = {
@@ -220,7 +217,7 @@ FUNCTIONS: Functions = {
     ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
     ("torch._utils", "_rebuild_wrapper_subclass"): _rebuild_wrapper_subclass,
-    ("torch._utils", "_rebuild_meta_tensor_no_storage"): _unreadable("it lived on the meta device, so the file holds no data for it"),
+    ("torch._utils", "_rebuild_meta_tensor_no_storage"): _unreadable("a meta tensor: the file holds no data for it"),
     ("torch._utils", "_rebuild_qtensor"): _unreadable("quantized tensors are not supported"),
     ("torch._utils", "_rebuild_sparse_tensor"): _unreadable("sparse tensors are not supported"),
     ("torch._utils", "_rebuild_nested_tensor"): _unreadable("nested tensors are not supported"),
@@ -231,4 +228,3 @@ FUNCTIONS: Functions = {
     ("collections", "OrderedDict"): _ordered_dict,
     ("builtins", "getattr"): _getattr,
 }
-

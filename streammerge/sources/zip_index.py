@@ -70,7 +70,7 @@ class ZipIndex:
         offset = member.header + _LOCAL.size + name_length + extra_length
         if offset + member.size > self.length:
             raise SourceError(f"{self.where}: member {name!r} reaches past the end of the file; it is truncated")
-        return self.start + offset
+        return self.start + int(offset)
 
     def read(self, name: str, limit: int) -> bytes:
         """The payload of a small member.
@@ -135,9 +135,7 @@ def _directory_place(index: ZipIndex) -> tuple[int, int, int]:
     return count, size, offset
 
 
-def _directory_place_64(
-    index: ZipIndex, place: int, disks: int, small: tuple[int, int, int]
-) -> tuple[int, int, int]:
+def _directory_place_64(index: ZipIndex, place: int, disks: int, small: tuple[int, int, int]) -> tuple[int, int, int]:
     if place + _END64.size > index.length or disks != 1:
         raise UnsafeError(f"{index.where}: malformed zip64 locator")
     signature, *_, here, count, size, offset = _END64.unpack(_pread(index, place, _END64.size))
@@ -167,7 +165,7 @@ def _central_entries(index: ZipIndex, raw: bytes, count: int) -> dict[str, Membe
         extra = raw[body + name_size : body + name_size + extra_size]
         size, packed, header = _saturated_fields(index.where, name, extra, size, packed, header)
         if method != 0 or packed != size:
-            raise UnsafeError(f"{index.where}: member {name!r} is compressed; torch stores members plainly, so re-save the file")
+            raise UnsafeError(f"{index.where}: member {name!r} is compressed, as torch never does; re-save the file")
         if flags & ~(_FLAG_DESCRIPTOR | _FLAG_UTF8):
             raise UnsafeError(f"{index.where}: member {name!r} has unusual zip flags {flags:#x} (encrypted?)")
         if name in found:
@@ -186,9 +184,7 @@ def _member_name(where: str, raw: bytes) -> str:
     return name
 
 
-def _saturated_fields(
-    where: str, name: str, extra: bytes, size: int, packed: int, header: int
-) -> tuple[int, int, int]:
+def _saturated_fields(where: str, name: str, extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
     """Take saturated 32-bit fields from the zip64 extra, which holds those fields only."""
     values = [size, packed, header]
     if _SATURATED not in values:

@@ -37,8 +37,7 @@ def intersect(a_start: Index, a_shape: Index, b_start: Index, b_shape: Index) ->
     """The box both cover, or None when that is empty. All have the same number of dims."""
     start = tuple(map(max, a_start, b_start))
     shape = tuple(
-        min(s + n, t + m) - lo
-        for s, n, t, m, lo in zip(a_start, a_shape, b_start, b_shape, start, strict=True)
+        min(s + n, t + m) - lo for s, n, t, m, lo in zip(a_start, a_shape, b_start, b_shape, start, strict=True)
     )
     return Box(start, shape) if all(n > 0 for n in shape) else None
 
@@ -79,7 +78,5 @@ class Fragment:
         box = intersect(self.start, self.shape, start, shape)
         if box is None:
             return None
-        shift = sum(
-            (lo - own) * step for lo, own, step in zip(box.start, self.start, self.strides, strict=True)
-        )
+        shift = sum((lo - own) * step for lo, own, step in zip(box.start, self.start, self.strides, strict=True))
         return Fragment(self.file, self.offset + shift, box.start, box.shape, self.strides)

@@ -42,14 +42,11 @@ def _overlapping(shape: Index, boxes: Sequence[Box]) -> bool:
     ]
     cells_per_dim = [len(e) - 1 for e in edges]
     if math.prod(cells_per_dim) > _MAX_CELLS:  # no real mesh: compare box by box instead
-        return any(
-            intersect(a.start, a.shape, b.start, b.shape) for i, a in enumerate(boxes) for b in boxes[:i]
-        )
+        return any(intersect(a.start, a.shape, b.start, b.shape) for i, a in enumerate(boxes) for b in boxes[:i])
     covered = np.zeros(cells_per_dim, dtype=bool)
     for box in boxes:
         cells = tuple(
-            slice(bisect_left(e, s), bisect_left(e, s + n))
-            for e, s, n in zip(edges, box.start, box.shape, strict=True)
+            slice(bisect_left(e, s), bisect_left(e, s + n)) for e, s, n in zip(edges, box.start, box.shape, strict=True)
         )
         if covered[cells].any():
             return True

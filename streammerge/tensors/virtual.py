@@ -202,9 +202,7 @@ def concat(parts: Sequence[Tensor], dim: int) -> Tensor:
     first = parts[0]
     for part in parts:
         if part.dtype != first.dtype or _without(part.shape, dim) != _without(first.shape, dim):
-            raise ValueError(
-                f"cannot join {part.dtype} {part.shape} to {first.dtype} {first.shape} along dim {dim}"
-            )
+            raise ValueError(f"cannot join {part.dtype} {part.shape} to {first.dtype} {first.shape} along dim {dim}")
     edges = [0]
     for part in parts:
         edges.append(edges[-1] + part.shape[dim])

@@ -93,6 +93,6 @@ class DestinationError(StreammergeError):
 
 
 class StoppedError(StreammergeError):
-    """A signal asked us to stop; nothing was left under the final name."""
+    """A signal asked us to stop. Nothing stands under the final name; the same command goes on."""
 
     exit_code = 75

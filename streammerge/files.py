@@ -13,12 +13,16 @@ from pathlib import Path
 from streammerge.errors import StorageError
 
 __all__ = [
+    "append",
+    "copy_file",
     "create",
     "exchange",
     "free_space",
     "io_errors",
     "make_folder",
+    "open_journal",
     "pwrite_all",
+    "remove_file",
     "remove_tree",
     "rename",
     "sync",
@@ -64,6 +68,22 @@ def pwrite_all(fd: int, data: memoryview, offset: int, flags: int = 0) -> None:
         if written == 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         data, offset = data[written:], offset + written
+
+
+def open_journal(path: Path, *, goes_on: bool) -> int:
+    """Open a file for appending, keeping its whole lines only, or none."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    content = path.read_bytes() if goes_on else b""
+    os.ftruncate(fd, content.rfind(b"\n") + 1)
+    return fd
+
+
+def append(fd: int, data: bytes) -> None:
+    """Add to the end of a file and make that durable."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+    os.fdatasync(fd)
 
 
 def truncate(fd: int, size: int) -> None:
@@ -120,6 +140,23 @@ def exchange(first: Path, second: Path) -> bool:
     if renameat2 is None:
         return False
     return bool(renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), flag_exchange) == 0)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file with its times and mode, and make the copy durable."""
+    with io_errors("copy", source):
+        shutil.copy2(source, target)
+        fd = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def remove_file(path: Path) -> None:
+    """Remove a file, if it exists."""
+    with io_errors("remove", path):
+        path.unlink(missing_ok=True)
 
 
 def remove_tree(path: Path) -> None:

@@ -28,6 +28,8 @@ class MergeOptions:
         allow_replica_mismatch: take the first of unsharded copies that differ, with a warning.
         mesh_order: which rank order to believe on device meshes whose rows do not ascend.
         subtree: which dict to take when files hold several sets of tensors.
+        scan: count NaN, infinite and all-zero tensors, and warn by name.
+        checksums: write SHA256SUMS of the weight files.
         tie_word_embeddings: against what the config says.
     """
 
@@ -43,6 +45,8 @@ class MergeOptions:
     allow_replica_mismatch: bool = False
     mesh_order: Literal["auto", "group", "coordinate"] = "auto"
     subtree: str | None = None
+    scan: bool = False
+    checksums: bool = False
     tie_word_embeddings: bool | None = None
 
     @property

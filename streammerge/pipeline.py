@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 
 from streammerge import files, hub
 from streammerge.errors import SourceError, StorageError
 from streammerge.execute.casts import needs_torch
+from streammerge.execute.checksums import CHECKSUMS_NAME, Checksums
 from streammerge.execute.compare import same_place, unequal
-from streammerge.execute.engine import Progress, Routes, run
+from streammerge.execute.engine import Progress, Routes, Watcher, run
+from streammerge.execute.journal import Journal, journal_fingerprint
 from streammerge.execute.memory import Buffers, default_budget, divide, peak_rss, rss
 from streammerge.execute.routes import read_route, write_route
+from streammerge.execute.scan import ValueScan
 from streammerge.families.config import ModelConfig, edited_config, read_config
 from streammerge.families.model import Model, describe_model, keeps_float32, output_tensors
 from streammerge.folder.class_check import CHECK_BYTES, check_against_class, raise_for_report
 from streammerge.folder.sidecars import Sidecars, find_sidecars
-from streammerge.folder.staging import check_destination, commit, staged
+from streammerge.folder.staging import Staging, check_destination, commit, finished_plan, manifest_of, staged
 from streammerge.options import MergeOptions
 from streammerge.plan.dtypes import dtype_rule
 from streammerge.plan.plan import INDEX_NAME, Plan, make_plan
@@ -183,16 +188,19 @@ def merge(
     started = time.monotonic()
     prepared = _prepare(source, MergeOptions(**options), observer or Observer())  # type: ignore[arg-type]
     target = Path(destination)
-    kept = check_destination(target, overwrite=prepared.options.overwrite)
+    if finished_plan(target) is None:
+        check_destination(target, overwrite=prepared.options.overwrite)
     untied = _compare(prepared)
     made = prepared.plan(untied)
     checked = _check_class(prepared, made)
     buffers = divide(prepared.max_ram, prepared.options.workers, torch_needed=needs_torch(made.casts))
     _check_space(prepared, made, target)
-    progress, written = _write(prepared, made, target, kept, buffers, bool(untied), stop)
+    work = _Work(prepared, made, target, buffers, bool(untied), stop or threading.Event())
+    with staged(target) as staging:
+        written = work.write(staging)
     seconds = time.monotonic() - started
     uploaded = hub.upload(target, push_to_hub, private=private) if push_to_hub else None
-    return _report(prepared, made, target, written, progress, checked, seconds, uploaded)
+    return _report(work, written, checked, seconds, uploaded)
 
 
 def _compare(prepared: _Prepared) -> set[str]:
@@ -264,53 +272,90 @@ def _check_space(prepared: _Prepared, made: Plan, target: Path) -> None:
         )
 
 
-def _write(
-    prepared: _Prepared,
-    made: Plan,
-    target: Path,
-    kept: list[Path],
-    buffers: Buffers,
-    untie: bool,
-    stop: threading.Event | None,
-) -> tuple[Progress, list[str]]:
-    options, observer = prepared.options, prepared.observer
-    progress = Progress()
-    with staged(target) as folder:
-        routes = Routes(read_route(options.io, made.sources), write_route(options.io, folder))
-        observer.phase("merging", made.write_size)
-        run(
-            made,
-            folder,
-            buffers,
-            routes,
-            progress=progress,
-            on_poll=lambda: observer.advance(progress.written),
-            stop=stop,
-        )
-        observer.advance(made.write_size)
-        written = [file.name for file in made.files] + _write_sidecars(prepared, made, folder, untie)
-        manifest = {"streammerge": __version__, "source": str(prepared.catalogue.root), "plan": made.fingerprint()}
-        commit(folder, target, written, kept, manifest)
-    return progress, written
+@dataclass
+class _Work:
+    """A plan being carried out."""
 
+    prepared: _Prepared
+    made: Plan
+    target: Path
+    buffers: Buffers
+    untie: bool
+    stop: threading.Event
+    progress: Progress = field(default_factory=Progress)
 
-def _write_sidecars(prepared: _Prepared, made: Plan, folder: Path, untie: bool) -> list[str]:
-    """Everything beside the weights; returns the names written."""
-    contents: dict[Path, bytes] = {}
-    for name, path in prepared.sidecars.paths().items():
-        with files.io_errors("read", path):
-            contents[name] = path.read_bytes()
-    if prepared.config is not None:
-        edited = edited_config(prepared.config.raw, dtype=_main_dtype(made), untie=untie)
-        if edited is not None:
-            contents[Path("config.json")] = edited
-    index = made.index_bytes()
-    if index is not None:
-        contents[Path(INDEX_NAME)] = index
-    for path, content in contents.items():
-        files.make_folder((folder / path).parent)
-        files.write_file(folder / path, content)
-    return [str(path) for path in contents]
+    def write(self, staging: Staging) -> list[str]:
+        """Write everything into the staging folder and make it the destination; returns the names."""
+        options, observer = self.prepared.options, self.prepared.observer
+        fingerprint = self._fingerprint()
+        if finished_plan(self.target) == fingerprint:
+            self.progress.kept = self.made.write_size
+            return [str(name) for name in manifest_of(self.target)["files"]]  # type: ignore[attr-defined]
+        check_destination(self.target, overwrite=options.overwrite)
+        found = journal_fingerprint(staging.journal)
+        if found != fingerprint:
+            if found is not None:
+                self.prepared.warn(
+                    "an unfinished merge of other sources or with other options was there: starting over"
+                )
+            staging.clear()
+        files.make_folder(staging.folder)
+        journal = Journal(staging.journal, fingerprint)
+        routes = Routes(read_route(options.io, self.made.sources), write_route(options.io, staging.folder))
+        scan, checksums = ValueScan(), Checksums(self.stop)
+        watchers: list[Watcher] = [*([scan] if options.scan else []), *([checksums] if options.checksums else [])]
+        observer.phase("merging", self.made.write_size)
+        try:
+            run(
+                self.made,
+                staging.folder,
+                self.buffers,
+                routes,
+                journal,
+                progress=self.progress,
+                watchers=watchers,
+                on_poll=lambda: observer.advance(self.progress.done),
+                stop=self.stop,
+            )
+        finally:
+            journal.close()
+        observer.advance(self.made.write_size)
+        for warning in scan.warnings():
+            self.prepared.warn(warning)
+        written = [file.name for file in self.made.files]
+        written += self._write_sidecars(staging.folder, checksums.lines() if options.checksums else None)
+        manifest = {"streammerge": __version__, "source": str(self.prepared.catalogue.root), "plan": fingerprint}
+        commit(staging, self.target, written, manifest, overwrite=options.overwrite)
+        return written
+
+    def _fingerprint(self) -> str:
+        """A hash of all that decides on the bytes written; a merge goes on only where it is the same."""
+        options = self.prepared.options
+        parts = [self.made.fingerprint(), __version__, metadata.version("ml_dtypes")]
+        parts += [options.mesh_order, str(options.subtree), str(options.allow_replica_mismatch)]
+        if needs_torch(self.made.casts):
+            parts.append(metadata.version("torch"))
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    def _write_sidecars(self, folder: Path, checksums: str | None) -> list[str]:
+        """Everything beside the weights; returns the names written."""
+        contents: dict[Path, bytes] = {}
+        for name, path in self.prepared.sidecars.paths().items():
+            with files.io_errors("read", path):
+                contents[name] = path.read_bytes()
+        if self.prepared.config is not None:
+            edited = edited_config(self.prepared.config.raw, dtype=_main_dtype(self.made), untie=self.untie)
+            if edited is not None:
+                contents[Path("config.json")] = edited
+        index = self.made.index_bytes()
+        if index is not None:
+            contents[Path(INDEX_NAME)] = index
+        if checksums is not None:
+            contents[Path(CHECKSUMS_NAME)] = checksums.encode()
+        for name, content in contents.items():
+            files.make_folder((folder / name).parent)
+            files.write_file(folder / name, content)
+        return [str(name) for name in contents]
 
 
 def _main_dtype(made: Plan) -> str | None:
@@ -323,30 +368,23 @@ def _main_dtype(made: Plan) -> str | None:
     return sizes.most_common(1)[0][0] if sizes else None
 
 
-def _report(
-    prepared: _Prepared,
-    made: Plan,
-    target: Path,
-    written: list[str],
-    progress: Progress,
-    checked: str,
-    seconds: float,
-    uploaded: str | None,
-) -> MergeReport:
-    outputs = [tensor for file in made.files for tensor in file.tensors]
+def _report(work: _Work, written: list[str], checked: str, seconds: float, uploaded: str | None) -> MergeReport:
+    prepared = work.prepared
+    outputs = [tensor for file in work.made.files for tensor in file.tensors]
     names = {tensor.name for tensor in outputs}
     return MergeReport(
-        destination=str(target),
+        destination=str(work.target),
         files=tuple(sorted(written)),
         tensors=len(outputs),
-        parameters=made.parameters,
+        parameters=work.made.parameters,
         tied=tuple(tie.name for tie in prepared.model.ties if tie.name not in names),
         dropped=dict(prepared.model.dropped),
         skipped=dict(prepared.catalogue.skipped),
         stored_dtypes=dict(Counter(tensor.tensor.dtype.name for tensor in outputs)),
         written_dtypes=dict(Counter(tensor.dtype.name for tensor in outputs)),
-        bytes_read=progress.read,
-        bytes_written=progress.written,
+        bytes_read=work.progress.read,
+        bytes_written=work.progress.written,
+        bytes_kept=work.progress.kept,
         seconds=seconds,
         peak_rss=peak_rss(),
         max_ram=prepared.max_ram,

@@ -140,6 +140,7 @@ class MergeReport(_Report):
         skipped: keys that held no weight -> why.
         stored_dtypes, written_dtypes: dtype -> number of tensors written.
         bytes_read, bytes_written: of weight files.
+        bytes_kept: found as an interrupted merge had left them.
         seconds: wall time from start to the final rename.
         peak_rss: bytes, of this process, its whole life.
         max_ram: budget in bytes.
@@ -160,6 +161,7 @@ class MergeReport(_Report):
     written_dtypes: Mapping[str, int]
     bytes_read: int
     bytes_written: int
+    bytes_kept: int
     seconds: float
     peak_rss: int
     max_ram: int
@@ -185,6 +187,8 @@ class MergeReport(_Report):
             f"moved           {format_size(self.bytes_read)} read, {format_size(self.bytes_written)} written "
             f"in {self.seconds:.1f} s ({rate:.2f} GB/s)"
         )
+        if self.bytes_kept:
+            out.append(f"resumed         {format_size(self.bytes_kept)} were there from an interrupted merge")
         out.append(f"peak RSS        {format_size(self.peak_rss)} of {format_size(self.max_ram)}")
         if self.missing:
             out.append(f"missing         {', '.join(self.missing)}: add them, or merge again with --hf-config")

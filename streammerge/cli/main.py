@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -23,6 +24,8 @@ from streammerge.sizes import format_size, parse_size
 from streammerge.version import __version__
 
 __all__ = ["cli", "main"]
+
+_PATIENCE_SECONDS = 2.0
 
 _PATHS = click.argument("paths", nargs=-1, type=click.Path(path_type=Path))
 
@@ -164,6 +167,7 @@ class _stopping:  # noqa: N801 - used as a verb
     def __init__(self, stop: threading.Event) -> None:
         self._stop = stop
         self._former: dict[int, Any] = {}
+        self._asked_at = 0.0
 
     def __enter__(self) -> None:
         for number in self._SIGNALS:
@@ -174,8 +178,10 @@ class _stopping:  # noqa: N801 - used as a verb
             signal.signal(number, handler)
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
-        if self._stop.is_set():  # asked twice: at once
+        # Launchers often send a signal twice at once; only asking again later means "at once".
+        if self._stop.is_set() and time.monotonic() - self._asked_at > _PATIENCE_SECONDS:
             raise KeyboardInterrupt
+        self._asked_at = self._asked_at or time.monotonic()
         self._stop.set()
 
 

@@ -105,6 +105,8 @@ def merge_options(command: Command) -> Command:
                 default=None,
                 help="Compare names and shapes with the model class first. Default: when the budget allows.",
             ),
+            click.option("--scan", is_flag=True, help="Warn of tensors with NaN or infinite values, or all zeros."),
+            click.option("--checksums", is_flag=True, help="Write SHA256SUMS, for sha256sum -c."),
             click.option("--no-space-check", is_flag=True, help="Do not check for free disk space first."),
             click.option(
                 "--allow-replica-mismatch",

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from streammerge.errors import StoppedError
+from streammerge.errors import StoppedError, StorageError
 from streammerge.execute.casts import kernel
 from streammerge.execute.gather import fill
+from streammerge.execute.journal import Journal, digest_of
 from streammerge.execute.memory import Buffers
 from streammerge.execute.read import make_reader
-from streammerge.execute.write import Writer, make_writer
+from streammerge.execute.schedule import Schedule, Tile
 from streammerge.plan.plan import OutputFile, Plan
+from streammerge.sizes import format_size
 
-__all__ = ["Progress", "Routes", "run"]
+__all__ = ["Progress", "Routes", "Watcher", "run"]
 
 _POLL_SECONDS = 0.1
+
+# Sees every tile's content (output, start in bytes, content) once, from the worker that has it.
+Watcher = Callable[[OutputFile, int, memoryview], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,68 +37,23 @@ class Routes:
 
 @dataclass(slots=True)
 class Progress:
-    """Bytes moved so far; updated by the workers, read by whoever shows it."""
+    """Bytes moved so far; updated by the workers, read by whoever shows it.
+
+    Attributes:
+        read: from the source.
+        written: to the output files.
+        kept: found in the output files as an earlier run had left them.
+    """
 
     read: int = 0
     written: int = 0
+    kept: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, read: int, written: int) -> None:
-        """Count a finished tile."""
-        with self.lock:
-            self.read += read
-            self.written += written
-
-
-@dataclass(frozen=True, slots=True)
-class _Tile:
-    output: OutputFile
-    writer: Writer
-    start: int
-    size: int
-
-
-class _Tiles:
-    """Hands out the tiles of all files in order; opens each file when its first tile is due and
-    makes it durable when its last is written."""
-
-    def __init__(self, outputs: Sequence[OutputFile], folder: Path, route: str, size: int) -> None:
-        self._lock = threading.Lock()
-        self._pending: dict[str, int] = {}
-        self._open: dict[str, Writer] = {}
-        self._iterator = self._tiles(outputs, folder, route, size)
-
-    def _tiles(self, outputs: Sequence[OutputFile], folder: Path, route: str, size: int) -> Iterator[_Tile]:
-        for output in outputs:
-            starts = range(0, output.size, size)
-            self._pending[output.name] = len(starts)
-            writer = self._open[output.name] = make_writer(route, folder / output.name, output.size)
-            for start in starts:
-                yield _Tile(output, writer, start, min(size, output.size - start))
-
-    def take(self) -> _Tile | None:
-        """The next tile, or None when all are taken."""
-        with self._lock:
-            return next(self._iterator, None)
-
-    def done(self, tile: _Tile) -> None:
-        """A tile is written; the worker that writes a file's last one makes it durable."""
-        name = tile.output.name
-        with self._lock:
-            self._pending[name] -= 1
-            last = self._pending[name] == 0
-            writer = self._open.pop(name) if last else None
-        if writer is not None:
-            try:
-                writer.finish()
-            finally:
-                writer.close()
-
-    def close(self) -> None:
-        """Close what a failure left open."""
-        for writer in self._open.values():
-            writer.close()
-        self._open.clear()
+    @property
+    def done(self) -> int:
+        """Bytes of the output files that are as they should be."""
+        return self.written + self.kept
 
 
 def run(
@@ -100,8 +61,10 @@ def run(
     folder: Path,
     buffers: Buffers,
     routes: Routes,
+    journal: Journal,
     *,
     progress: Progress | None = None,
+    watchers: Sequence[Watcher] = (),
     on_poll: Callable[[], None] = lambda: None,
     stop: threading.Event | None = None,
 ) -> Progress:
@@ -109,45 +72,52 @@ def run(
 
     Args:
         plan: what to write.
-        folder: where; the files must not exist under names that matter.
+        folder: where.
         buffers: threads and buffer sizes.
         routes: how to read and write.
+        journal: of this plan; what it says is done is checked and kept.
         progress: counts bytes while it runs.
+        watchers: see every tile's content.
         on_poll: called about ten times a second from the calling thread.
         stop: set from outside (a signal) to stop after the tiles in flight.
 
     Raises:
-        StoppedError: ``stop`` was set.
+        StoppedError: ``stop`` was set. The journal says what is done.
         SourceError, StorageError: reading or writing failed.
     """
     progress = progress or Progress()
     halt = stop or threading.Event()
     for stored, written in plan.casts:
         kernel(stored, written)  # import what it needs before the threads start
-    tiles = _Tiles(plan.files, folder, routes.write, buffers.tile)
+    schedule = Schedule(plan.files, folder, routes.write, buffers.tile, journal)
     failures: list[BaseException] = []
 
     def work() -> None:
         try:
-            _work(tiles, plan, buffers, routes, progress, halt)
+            _work(schedule, plan, buffers, routes, progress, watchers, halt)
         except BaseException as failure:  # handed to the calling thread below
             failures.append(failure)
             halt.set()
 
     threads = [threading.Thread(target=work, name=f"worker-{i}", daemon=True) for i in range(buffers.workers)]
-    for thread in threads:
-        thread.start()
     try:
+        for thread in threads:
+            thread.start()
         _wait(threads, on_poll)
     finally:
         halt.set()
         for thread in threads:
             thread.join()
-        tiles.close()
+        # When the disk has failed already, a second failure adds nothing to the first.
+        with contextlib.suppress(StorageError):
+            schedule.suspend()
     if failures:
         raise failures[0]
-    if progress.written < plan.write_size:
-        raise StoppedError("stopped on request")
+    if progress.done < plan.write_size:
+        raise StoppedError(
+            f"stopped on request: {format_size(progress.done)} of {format_size(plan.write_size)} are done and kept; "
+            "the same command goes on from there"
+        )
     return progress
 
 
@@ -159,16 +129,34 @@ def _wait(threads: Sequence[threading.Thread], on_poll: Callable[[], None]) -> N
 
 
 def _work(
-    tiles: _Tiles, plan: Plan, buffers: Buffers, routes: Routes, progress: Progress, halt: threading.Event
+    schedule: Schedule,
+    plan: Plan,
+    buffers: Buffers,
+    routes: Routes,
+    progress: Progress,
+    watchers: Sequence[Watcher],
+    halt: threading.Event,
 ) -> None:
     reader = make_reader(routes.read, plan.sources, buffers.window)
     whole = memoryview(mmap.mmap(-1, buffers.tile))  # page aligned, as direct writes need
     try:
-        while not halt.is_set() and (tile := tiles.take()) is not None:
+        while not halt.is_set() and (tile := schedule.take()) is not None:
             view = whole[: tile.size]
-            read = fill(tile.output, tile.start, view, reader, buffers.window)
-            tile.writer.write(view, tile.start)
-            tiles.done(tile)
-            progress.add(read, tile.size)
+            kept = _is_kept(tile, view)
+            read = 0 if kept else fill(tile.output, tile.start, view, reader, buffers.window)
+            if not kept:
+                tile.writer.write(view, tile.start)
+            for watcher in watchers:
+                watcher(tile.output, tile.start, view)
+            schedule.done(tile, digest_of(view))
+            with progress.lock:
+                progress.read += read
+                progress.written += 0 if kept else tile.size
+                progress.kept += tile.size if kept else 0
     finally:
         reader.close()
+
+
+def _is_kept(tile: Tile, view: memoryview) -> bool:
+    """Whether the file holds the tile already, intact; its content is in ``view`` then."""
+    return tile.digest is not None and tile.writer.read(view, tile.start) and digest_of(view) == tile.digest

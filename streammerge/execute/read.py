@@ -18,6 +18,7 @@ __all__ = ["READERS", "Reader", "make_reader"]
 _PAGE = 4096
 _MAX_OPEN = 64  # a soft limit of 1024 descriptors is common, and there are several workers
 _RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 0x08)
+_MADV_POPULATE_READ = 22  # Linux 5.14; not in Python's mmap module
 _RWF_DONTCACHE = 0x80  # Linux 6.14: buffered reads and writes that leave nothing in the page cache
 
 
@@ -148,8 +149,9 @@ class _DirectReader:
 class _MmapReader:
     """A private mapping per window, populated at once; it goes away with the last view of it.
 
-    A file that shrinks under a mapping would kill the process (SIGBUS), so the size is checked
-    before each window; prefer the other routes where something may still write the source.
+    Touching a mapping of a file that has shrunk kills the process (SIGBUS). Populating it reports
+    that as an error instead; only a file cut in the instant between is still fatal, so ``auto``
+    never chooses this route.
     """
 
     def __init__(self, sources: Sequence[SourceFile], size: int) -> None:
@@ -160,9 +162,15 @@ class _MmapReader:
         if os.fstat(fd).st_size < offset + size:
             raise self._files.shrunk(file)
         start = offset - offset % mmap.ALLOCATIONGRANULARITY
-        flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_POPULATE", 0)
         with io_errors("map", self._files.path(file)):
-            mapping = mmap.mmap(fd, offset + size - start, flags, mmap.PROT_READ, offset=start)
+            mapping = mmap.mmap(fd, offset + size - start, mmap.MAP_PRIVATE, mmap.PROT_READ, offset=start)
+            try:
+                mapping.madvise(_MADV_POPULATE_READ)
+            except OSError as fault:
+                if fault.errno == errno.EFAULT:  # where touching the pages would be a SIGBUS
+                    raise self._files.shrunk(file) from fault
+                if fault.errno != errno.EINVAL:  # Linux < 5.14
+                    raise
         return memoryview(mapping)[offset - start :]
 
     def close(self) -> None:

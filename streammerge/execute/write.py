@@ -24,6 +24,14 @@ class Writer(Protocol):
         """Write a tile at a multiple of 4096 bytes; only the last may be of another size."""
         ...
 
+    def read(self, tile: memoryview, offset: int) -> bool:
+        """Read a tile back, from the same offset; False when the file does not hold all of it."""
+        ...
+
+    def sync(self) -> None:
+        """Make what was written durable."""
+        ...
+
     def finish(self) -> None:
         """Cut the file to its size and make it durable."""
         ...
@@ -42,14 +50,19 @@ class _DirectWriter:
         files.truncate(self._fd, size)
 
     def write(self, tile: memoryview, offset: int) -> None:
-        padding = -len(tile) % _PAGE
-        if padding:  # the buffer behind a tile always reaches to a whole page
-            tile = _whole_pages(tile, padding)
         with files.io_errors("write", self._path):
-            files.pwrite_all(self._fd, tile, offset)
+            files.pwrite_all(self._fd, _whole_pages(tile), offset)
+
+    def read(self, tile: memoryview, offset: int) -> bool:
+        with files.io_errors("read", self._path):
+            return os.preadv(self._fd, [_whole_pages(tile)], offset) >= len(tile)
+
+    def sync(self) -> None:
+        with files.io_errors("sync", self._path):
+            files.sync(self._fd)
 
     def finish(self) -> None:
-        with files.io_errors("write", self._path):
+        with files.io_errors("sync", self._path):
             files.truncate(self._fd, self._size)
             files.sync(self._fd)
 
@@ -82,18 +95,25 @@ class _BufferedWriter:
                 os.fdatasync(self._fd)
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def finish(self) -> None:
-        with files.io_errors("write", self._path):
+    def read(self, tile: memoryview, offset: int) -> bool:
+        with files.io_errors("read", self._path):
+            return os.preadv(self._fd, [tile], offset) == len(tile)
+
+    def sync(self) -> None:
+        with files.io_errors("sync", self._path):
             files.sync(self._fd)
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def finish(self) -> None:
+        self.sync()
 
     def close(self) -> None:
         os.close(self._fd)
 
 
-def _whole_pages(tile: memoryview, padding: int) -> memoryview:
-    base = memoryview(tile.obj)
-    return base[: len(tile) + padding]
+def _whole_pages(tile: memoryview) -> memoryview:
+    """The tile up to a whole page; the buffer behind a tile reaches that far."""
+    return memoryview(tile.obj)[: len(tile) + -len(tile) % _PAGE]
 
 
 WRITERS: dict[str, Callable[[Path, int], Writer]] = {

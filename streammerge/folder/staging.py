@@ -1,4 +1,10 @@
-"""The staging folder beside the destination, and the rename that is the only commit point."""
+"""The staging folder beside the destination, and the rename that is the only commit point.
+
+DST.streammerge-partial/
+    lock            held while a merge runs
+    journal.jsonl   what is durable
+    model/          becomes DST
+"""
 
 from __future__ import annotations
 
@@ -7,25 +13,68 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from streammerge import files
-from streammerge.errors import DestinationError, UsageError
+from streammerge.errors import DestinationError, StoppedError, StorageError, StreammergeError, UsageError
 
-__all__ = ["MANIFEST_NAME", "check_destination", "commit", "staged", "staging_path"]
+__all__ = ["MANIFEST_NAME", "Staging", "check_destination", "commit", "finished_plan", "manifest_of", "staged"]
 
 # Lists what streammerge wrote into a folder, so that --overwrite replaces nothing else.
 MANIFEST_NAME = ".streammerge.json"
-_LOCK_NAME = ".lock"
 
 
-def staging_path(destination: Path) -> Path:
-    """Where the folder is built: on the same file system, so that the rename is atomic."""
-    return destination.with_name(destination.name + ".streammerge-partial")
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """Where a destination is built: on the same file system, so that the rename is atomic."""
+
+    root: Path
+
+    @property
+    def folder(self) -> Path:
+        """What becomes the destination."""
+        return self.root / "model"
+
+    @property
+    def journal(self) -> Path:
+        """The journal of the merge."""
+        return self.root / "journal.jsonl"
+
+    @property
+    def lock(self) -> Path:
+        """The lock file."""
+        return self.root / "lock"
+
+    def clear(self) -> None:
+        """Forget what an earlier merge left: the journal first, as it speaks of the folder."""
+        files.remove_file(self.journal)
+        files.remove_tree(self.folder)
+
+
+def finished_plan(destination: Path) -> object:
+    """The plan of a merge that was killed after the commit, before it could clean up; else None."""
+    staging = _staging_of(destination)
+    if staging.journal.exists() and not staging.folder.exists():
+        return manifest_of(destination).get("plan")
+    return None
+
+
+def _staging_of(destination: Path) -> Staging:
+    return Staging(destination.with_name(destination.name + ".streammerge-partial"))
+
+
+def manifest_of(destination: Path) -> Mapping[str, object]:
+    """What streammerge noted about a folder that it wrote; empty for any other."""
+    try:
+        manifest = json.loads((destination / MANIFEST_NAME).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return manifest if isinstance(manifest, dict) and isinstance(manifest.get("files"), list) else {}
 
 
 def check_destination(destination: Path, *, overwrite: bool) -> list[Path]:
-    """Look at the destination before anything is written.
+    """Look at the destination: before anything is written, and again at the end.
 
     Returns:
         Files in it that are not streammerge's own, to be kept when it is replaced.
@@ -47,16 +96,16 @@ def check_destination(destination: Path, *, overwrite: bool) -> list[Path]:
 
 
 def _foreign_files(destination: Path) -> list[Path]:
-    try:
-        written = set(json.loads((destination / MANIFEST_NAME).read_bytes())["files"])
-    except (OSError, ValueError, KeyError, TypeError):
+    manifest = manifest_of(destination)
+    if not manifest:
         raise DestinationError(
             f"{destination} was not written by streammerge, so --overwrite does not touch it; move it away first"
-        ) from None
+        )
+    written = {MANIFEST_NAME, *map(str, manifest["files"])}  # type: ignore[call-overload]
     foreign = [
         path.relative_to(destination)
         for path in sorted(destination.rglob("*"))
-        if not path.is_dir() and str(path.relative_to(destination)) not in {*written, MANIFEST_NAME}
+        if not path.is_dir() and str(path.relative_to(destination)) not in written
     ]
     for path in foreign:
         if path.suffix in (".safetensors", ".bin", ".pt") or path.name.endswith(".index.json"):
@@ -68,31 +117,34 @@ def _foreign_files(destination: Path) -> list[Path]:
 
 
 @contextmanager
-def staged(destination: Path) -> Iterator[Path]:
-    """An empty staging folder, locked against a second merge; removed unless it was committed.
+def staged(destination: Path) -> Iterator[Staging]:
+    """The locked staging folder of a destination.
+
+    What an earlier merge left in it is still there. It stays when the merge stops or the disk fails,
+    so that the same command can go on, and goes when it is committed or cannot be continued.
 
     Raises:
         DestinationError: another merge is writing to the same destination.
     """
-    folder = staging_path(destination)
-    lock = _locked(folder, destination)
+    staging = _staging_of(destination)
+    lock = _locked(staging, destination)
     try:
-        for path in folder.iterdir():
-            if path.name != _LOCK_NAME:
-                files.remove_tree(path) if path.is_dir() else path.unlink()
-        yield folder
+        yield staging
+        files.remove_tree(staging.root)
+    except StreammergeError as fault:
+        if not isinstance(fault, StoppedError | StorageError):
+            files.remove_tree(staging.root)
+        raise
     finally:
-        if folder.exists() and _same_file(lock, folder / _LOCK_NAME):
-            files.remove_tree(folder)
         os.close(lock)
 
 
-def _locked(folder: Path, destination: Path) -> int:
+def _locked(staging: Staging, destination: Path) -> int:
     """Lock the staging folder; the lock dies with the process."""
     while True:
-        files.make_folder(folder)
-        with files.io_errors("lock", folder):
-            fd = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        files.make_folder(staging.root)
+        with files.io_errors("lock", staging.root):
+            fd = files.create(staging.lock, direct=False)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -101,9 +153,9 @@ def _locked(folder: Path, destination: Path) -> int:
                 f"another merge is writing to {destination}; wait for it or choose another destination"
             ) from None
         except OSError:
-            pass  # a network file system without locks
-        # The former holder may have renamed or removed the folder between our open and our lock.
-        if _same_file(fd, folder / _LOCK_NAME):
+            return fd  # a network file system without locks
+        # The former holder may have removed the folder between our open and our lock.
+        if _same_file(fd, staging.lock):
             return fd
         os.close(fd)
 
@@ -116,33 +168,34 @@ def _same_file(fd: int, path: Path) -> bool:
 
 
 def commit(
-    folder: Path, destination: Path, written: list[str], kept: list[Path], manifest: Mapping[str, object]
+    staging: Staging, destination: Path, written: list[str], manifest: Mapping[str, object], *, overwrite: bool
 ) -> None:
     """Make the staged folder the destination: the sole commit point is one rename.
 
     Args:
-        folder: the staging folder, all its weight files durable.
-        written: names of the files that streammerge wrote, relative to it.
-        kept: foreign files of an earlier destination, carried over.
+        staging: its folder is complete and all its files are durable.
+        written: names of the files that streammerge wrote, relative to the folder.
         manifest: further facts for the manifest.
+        overwrite: whether a folder of an earlier merge is replaced; foreign files in it are carried over.
+
+    Raises:
+        DestinationError: something has appeared at the destination meanwhile.
     """
+    folder = staging.folder
+    kept = check_destination(destination, overwrite=overwrite)
     for path in kept:
         files.make_folder((folder / path).parent)
-        files.write_file(folder / path, (destination / path).read_bytes())
+        files.copy_file(destination / path, folder / path)
     content = json.dumps({**manifest, "files": sorted(written)}, indent=2) + "\n"
     files.write_file(folder / MANIFEST_NAME, content.encode())
-    (folder / _LOCK_NAME).unlink()
-    for path in sorted({folder / Path(name).parent for name in written} | {folder}, reverse=True):
+    for path in sorted({(folder / name).parent for name in [*written, *map(str, kept)]} | {folder}, reverse=True):
         files.sync_folder(path)
-    if not destination.exists():
-        files.rename(folder, destination)
-    elif not any(destination.iterdir()):
-        with files.io_errors("replace", destination):
-            destination.rmdir()
-        files.rename(folder, destination)
-    else:
+    if destination.exists() and any(destination.iterdir()):
         _replace(folder, destination)
+    else:
+        files.rename(folder, destination)  # also over an empty folder
     files.sync_folder(destination.parent)
+    files.sync_folder(staging.root)
 
 
 def _replace(folder: Path, destination: Path) -> None:

@@ -102,10 +102,12 @@ class Plan:
         return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
     def fingerprint(self) -> str:
-        """A hash of the inputs and of everything that will be written; equal plans write equal bytes."""
+        """A hash of the inputs and of what will be written; the options that choose between replicas
+        or shard orders are not in it."""
         digest = hashlib.sha256()
         for source in self.sources:
-            digest.update(f"{source.path}\0{source.size}\0{source.mtime_ns}\0".encode())
+            place = source.path.absolute()
+            digest.update(f"{place}\0{source.size}\0{source.mtime_ns}\0{source.digest}\0".encode())
         for file in self.files:
             digest.update(f"{file.name}\0{file.size}\0".encode() + file.header)
         return digest.hexdigest()

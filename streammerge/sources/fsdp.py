@@ -133,9 +133,9 @@ def _check_config(folder: Path, world: int) -> None:
 def _read_rank(index: _Index, rank: int, path: Path, subtree: str | None) -> None:
     status = path.stat()
     number = len(index.files)
-    index.files.append(SourceFile(path, status.st_size, status.st_mtime_ns))
     index.names[rank] = path.name
     with open_torch_file(path) as file:
+        index.files.append(SourceFile(path, status.st_size, status.st_mtime_ns, file.digest))
         index.inert |= file.inert - _EXPECTED
         decoding = RankFile(file, number, rank)
         try:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from streammerge.errors import SourceError, StorageError, UnsafeError, UnsupportedError
 from streammerge.sources.pickle_reader import read_pickle
 from streammerge.sources.torch_values import FUNCTIONS, StorageRef, TensorRef, storage_ref
@@ -35,6 +37,7 @@ class TorchFile:
         inert: names of the classes and functions in it that nothing here understands.
         archive: the zip index, or None for the legacy form.
         legacy: storage key -> (absolute byte offset, bytes), for the legacy form.
+        digest: hash of the pickle.
     """
 
     fd: int
@@ -43,6 +46,7 @@ class TorchFile:
     inert: frozenset[str]
     archive: ZipIndex | None
     legacy: dict[str, tuple[int, int]]
+    digest: str
 
     def fragment(self, tensor: TensorRef, file: int, start: Index) -> Fragment:
         """Where the tensor's bytes lie, as a fragment placed at ``start`` of a larger tensor.
@@ -125,7 +129,7 @@ def _read_zip(fd: int, where: str, start: int, length: int) -> TorchFile:
         raise UnsupportedError(f"{where}: saved on a big-endian machine; re-save it on a little-endian one")
     data = archive.read("data.pkl", _MAX_PICKLE_BYTES)
     root, _, inert = read_pickle(data, where, FUNCTIONS, storage_ref)
-    return TorchFile(fd, where, root, frozenset(inert), archive, {})
+    return TorchFile(fd, where, root, frozenset(inert), archive, {}, xxhash.xxh3_128_hexdigest(data))
 
 
 def _read_legacy(fd: int, where: str, size: int) -> TorchFile:
@@ -142,6 +146,7 @@ def _read_legacy(fd: int, where: str, size: int) -> TorchFile:
         raise SourceError(f"{where}: not a torch.save file")
     if not system.get("little_endian", True):
         raise UnsupportedError(f"{where}: saved on a big-endian machine; re-save it on a little-endian one")
+    digest = xxhash.xxh3_128_hexdigest(head[:position])
     sizes = _storage_itemsizes(root)
     places: dict[str, tuple[int, int]] = {}
     for key in keys:
@@ -153,7 +158,7 @@ def _read_legacy(fd: int, where: str, size: int) -> TorchFile:
         position += 8 + nbytes
     if position > size:
         raise SourceError(f"{where}: truncated: {position} bytes expected, {size} found")
-    return TorchFile(fd, where, root, frozenset(inert), None, places)
+    return TorchFile(fd, where, root, frozenset(inert), None, places, digest)
 
 
 # Where records and tensor values keep other values.

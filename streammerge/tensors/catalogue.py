@@ -20,11 +20,13 @@ class SourceFile:
         path: where it is.
         size: bytes, when it was indexed.
         mtime_ns: modification time in nanoseconds, when it was indexed.
+        digest: hash of the file's metadata (what was read to index it).
     """
 
     path: Path
     size: int
     mtime_ns: int
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,6 +195,27 @@ def test_order_is_that_of_transformers(architecture: str, tmp_path: Path) -> Non
     assert list(to_file_tensors(tensors, _rules(architecture), config)) == list(expected)
 
 
+def test_order_is_by_number() -> None:
+    tensors = {f"gpt_neox.layers.{i}.weight": _plain(4) for i in (10, 2, 9)}
+    result = to_file_tensors(tensors, _rules("GPTNeoXForCausalLM"), {})
+    assert list(result) == [f"gpt_neox.layers.{i}.weight" for i in (2, 9, 10)]
+
+
+def test_group_of_renamings_begins_with_its_first() -> None:
+    rules = _rules("Kimi_K25ForConditionalGeneration")
+    memory, file = "model.vision_tower.layers.0.norm", "vision_tower.encoder.blocks.0.norm"
+    both = to_file_tensors({f"{memory}{i}.weight": _plain(4) for i in (1, 2)}, rules, {})
+    assert list(both) == [f"{file}0.weight", f"{file}1.weight"]
+    # Alone, the second of them could as well be one that has its file name already.
+    assert list(to_file_tensors({f"{memory}2.weight": _plain(4)}, rules, {})) == [f"{file}2.weight"]
+
+
+def test_offset_of_an_index() -> None:
+    name = "model.layers.3.attention_input.query"
+    result = to_file_tensors({name: _plain(4)}, _rules("Inkling2LoopForCausalLM"), {})
+    assert list(result) == ["model.llm.attn_res.attn_queries.2"]
+
+
 def test_no_rule_keeps_the_order() -> None:
     tensors = {name: _plain(4) for name in ("model.norm.weight", "lm_head.weight", "a.10", "a.9")}
     assert list(to_file_tensors(tensors, _rules("LlamaForCausalLM"), {})) == list(tensors)

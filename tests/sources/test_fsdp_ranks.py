@@ -91,7 +91,7 @@ def test_truncation_of_a_legacy_file(tmp_path: Path) -> None:
     write_plain(tmp_path, TENSORS, _use_new_zipfile_serialization=False)
     path = rank_path(tmp_path, 1, 0)
     content = path.read_bytes()
-    for length in range(len(content)):
+    for length in range(0, len(content), 3):
         path.write_bytes(content[:length])
         with pytest.raises(StreammergeError, match=r"model_world_size_1_rank_0\.pt"):
             read_all(tmp_path)

@@ -8,7 +8,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -18,13 +19,14 @@ import click
 from streammerge import pipeline
 from streammerge.cli.options import CONTEXT, json_option, merge_options, source_options
 from streammerge.cli.progress import ConsoleObserver, QuietObserver
-from streammerge.errors import StreammergeError, UsageError
+from streammerge.errors import StoppedError, StreammergeError, UsageError
 from streammerge.execute.memory import allowed_memory, default_budget
 from streammerge.sizes import format_size, parse_size
 from streammerge.version import __version__
 
 __all__ = ["cli", "main"]
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _PATIENCE_SECONDS = 2.0
 
 _PATHS = click.argument("paths", nargs=-1, type=click.Path(path_type=Path))
@@ -78,8 +80,7 @@ def merge(
     sources, destination, chosen = _arguments(paths, options)
     max_ram = _budget(chosen, quiet=quiet or as_json)
     observer = QuietObserver() if quiet else ConsoleObserver(max_ram)
-    stop = threading.Event()
-    with _stopping(stop):
+    with _stopping() as stop:
         report = pipeline.merge(
             sources,
             destination,
@@ -159,30 +160,30 @@ def _print(report: Any, as_json: bool) -> None:
     click.echo(json.dumps(report.to_dict(), indent=2) if as_json else repr(report))
 
 
-class _stopping:  # noqa: N801 - used as a verb
-    """While inside, SIGINT, SIGTERM and SIGUSR1 (Slurm's notice) ask the merge to stop."""
+@contextmanager
+def _stopping() -> Iterator[threading.Event]:
+    """While inside, SIGINT, SIGTERM and SIGUSR1 (Slurm's notice) stop the merge wherever it is.
 
-    _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    Launchers often send a signal twice at once, so a second one counts only after two seconds.
+    """
+    stop = threading.Event()
+    asked_at = 0.0
 
-    def __init__(self, stop: threading.Event) -> None:
-        self._stop = stop
-        self._former: dict[int, Any] = {}
-        self._asked_at = 0.0
-
-    def __enter__(self) -> None:
-        for number in self._SIGNALS:
-            self._former[number] = signal.signal(number, self._asked)
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._former.items():
-            signal.signal(number, handler)
-
-    def _asked(self, number: int, frame: FrameType | None) -> None:
-        # Launchers often send a signal twice at once; only asking again later means "at once".
-        if self._stop.is_set() and time.monotonic() - self._asked_at > _PATIENCE_SECONDS:
+    def asked(number: int, frame: FrameType | None) -> None:
+        nonlocal asked_at
+        if not stop.is_set():
+            asked_at = time.monotonic()
+            stop.set()
+            raise StoppedError("stopped on request, before any weight was written")
+        if time.monotonic() - asked_at > _PATIENCE_SECONDS:
             raise KeyboardInterrupt
-        self._asked_at = self._asked_at or time.monotonic()
-        self._stop.set()
+
+    former = {number: signal.signal(number, asked) for number in _SIGNALS}
+    try:
+        yield stop
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

@@ -103,7 +103,8 @@ def run(
     try:
         for thread in threads:
             thread.start()
-        _wait(threads, on_poll)
+        with contextlib.suppress(StoppedError):  # from a signal handler; told with more detail below
+            _wait(threads, on_poll)
     finally:
         halt.set()
         for thread in threads:

@@ -133,7 +133,7 @@ def test_shard_order_is_honoured(order: tuple[int, ...], size: int, tmp_path: Pa
 def test_a_senseless_shard_order(entries: Any, tmp_path: Path) -> None:
     def make(rank: int, built: Any) -> DTensor:
         made = _ordered((0, 1))(rank, built)
-        made._spec.shard_order = entries
+        object.__setattr__(made._spec, "shard_order", entries)  # past torch's own check
         return made
 
     with pytest.raises(SourceError, match=r"w in .*shard_order|shard_order.*w in "):
@@ -146,7 +146,7 @@ def _with_spec(**changes: Any) -> Make:
     def make(rank: int, built: Any) -> DTensor:
         made = sharded(WEIGHT, Cut({0: (0,)}, stored="exact"), Mesh((2,)), built, rank)
         for name, value in changes.items():
-            setattr(made._spec, name, value)
+            object.__setattr__(made._spec, name, value)
         return made
 
     return make

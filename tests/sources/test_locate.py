@@ -50,7 +50,7 @@ def test_actor_and_critic_are_both_listed(tmp_path: Path) -> None:
     assert catalogued(folders[1]).root == folders[1]
 
 
-@pytest.mark.parametrize("text", ["40", "", "../elsewhere", "-1", "4" * 5000, "\u0663"])
+@pytest.mark.parametrize("text", ["40", "", "../elsewhere", "-1", "4" * 300, "\u0663"])
 def test_a_tracker_that_leads_nowhere(text: str, tmp_path: Path) -> None:
     _checkpoint(tmp_path / "global_step_5" / "actor")
     (tmp_path / "elsewhere").mkdir()

@@ -9,9 +9,10 @@ from streammerge.errors import SourceError
 from streammerge.families.config import ModelConfig
 from streammerge.families.conversion import to_file_tensors
 from streammerge.families.experts import resolve_claims
-from streammerge.families.names import drop_reason, model_name, refuse_lora
+from streammerge.families.names import drop_reason, model_name, refuse_lora, without_common_prefix
 from streammerge.families.save_rules import SaveRules, save_rules
-from streammerge.tensors.catalogue import Catalogue, EqualityCheck
+from streammerge.families.torchtitan import from_torchtitan, is_torchtitan
+from streammerge.tensors.catalogue import Catalogue, Entry, EqualityCheck
 from streammerge.tensors.virtual import Tensor
 
 __all__ = ["Model", "describe_model", "keeps_float32", "output_tensors"]
@@ -45,29 +46,42 @@ def describe_model(catalogue: Catalogue, config: ModelConfig | None, *, tie: boo
         tie: whether embeddings are tied, against what the config says.
 
     Raises:
-        UnsupportedError: LoRA adapters; expert slices whose place is unknown.
+        UnsupportedError: LoRA adapters; expert slices whose place is unknown; names without a rule.
+        UsageError: names that cannot be understood without a config.
         SourceError: two keys of one name; slices that are missing.
     """
+    refuse_lora(list(catalogue.entries))
+    rules = save_rules(config.architecture, config.model_type) if config else None
+    named = _named(catalogue, (rules.prefix if rules else "") or "model")
     tensors: dict[str, Tensor] = {}
     dropped: dict[str, str] = {}
-    checks = list(catalogue.checks)
-    refuse_lora(list(catalogue.entries))
-    for key, entry in catalogue.entries.items():
-        name = model_name(key)
+    checks: list[EqualityCheck] = []
+    for name, entry in named.items():
         reason = drop_reason(name)
+        if reason is None and rules and name in rules.not_saved:
+            reason = "the model class does not save it"
         if reason is not None:
             dropped[name] = reason
             continue
-        if name in tensors:
-            raise SourceError(f"{name} occurs twice in the state dict, once as {key}")
         tensors[name], copies = resolve_claims(name, entry, config.experts if config else None)
         checks += copies
-    checks = [check for check in checks if model_name(check.name) not in dropped]
-    rules = save_rules(config.architecture, config.model_type) if config else None
-    for name in [name for name in tensors if rules and name in rules.not_saved]:
-        dropped[name] = "the model class does not save it"
-        del tensors[name]
+    if is_torchtitan(tensors):
+        tensors, left_out = from_torchtitan(tensors, config)
+        dropped |= left_out
+    checks += [check for check in catalogue.checks if model_name(check.name) not in dropped]
     return Model(tensors, _ties(tensors, config, rules, tie), tuple(checks), dropped, rules)
+
+
+def _named(catalogue: Catalogue, base: str) -> dict[str, Entry]:
+    """The entries under the model's own names."""
+    cleaned = [model_name(key) for key in catalogue.entries]
+    short = without_common_prefix(cleaned, base)
+    named: dict[str, Entry] = {}
+    for key, name in zip(catalogue.entries, cleaned, strict=True):
+        if short[name] in named:
+            raise SourceError(f"{short[name]} occurs twice in the state dict, once as {key}")
+        named[short[name]] = catalogue.entries[key]
+    return named
 
 
 def _ties(

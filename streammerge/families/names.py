@@ -6,7 +6,7 @@ import re
 
 from streammerge.errors import UnsupportedError
 
-__all__ = ["drop_reason", "model_name", "refuse_lora"]
+__all__ = ["drop_reason", "model_name", "refuse_lora", "without_common_prefix"]
 
 # Segments that FSDP1, torch.compile, activation checkpointing and (Distributed)DataParallel insert.
 _WRAPPERS = {"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "module"}
@@ -24,6 +24,25 @@ def model_name(key: str) -> str:
     """The parameter name behind a state dict key: wrapper segments removed, wherever they are."""
     segments = [part for part in key.split(".") if part not in _WRAPPERS]
     return ".".join(segments).removeprefix(_VALUE_HEAD_PREFIX)
+
+
+def without_common_prefix(names: list[str], base: str) -> dict[str, str]:
+    """Names -> names without the attributes that a trainer's own module put before all of them.
+
+    A segment that all names share goes, as long as some name still begins with the base model's
+    own segment behind it: ``model.model.layers`` of a LightningModule, but not ``model.layers``.
+
+    Args:
+        base: the model's own first segment, as transformers' ``base_model_prefix``; mostly ``model``.
+    """
+    short = dict(zip(names, names, strict=True))
+    while names:
+        shared = {name.partition(".")[0] for name in short.values()}
+        rest = {name: current.partition(".")[2] for name, current in short.items()}
+        if len(shared) > 1 or not any(one.startswith(f"{base}.") for one in rest.values()):
+            return short
+        short = rest
+    return short
 
 
 def drop_reason(name: str) -> str | None:

@@ -2,6 +2,8 @@
 
 Each is ``torch.save(model.state_dict())`` with DTensor (FSDP2, FSDP1 on a device mesh),
 ShardedTensor (FSDP1) or plain values. ``fsdp_config.json``, where present, repeats the world size.
+accelerate without DCP (1.15) writes the same pickles as ``pytorch_model_fsdp_0_rankR.bin``; the
+device meshes tell the world size then.
 """
 
 from __future__ import annotations
@@ -13,22 +15,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from streammerge.errors import SourceError, UnsupportedError
+from streammerge.errors import SourceError
 from streammerge.sources.dtensor import Ambiguous, RankFile, decode_value
 from streammerge.sources.mesh_order import MeshOrder, settle
 from streammerge.sources.pieces import Piece, assemble
-from streammerge.sources.state_dict import find_state_dict
+from streammerge.sources.state_dict import find_state_dict, refuse_flat_parameter
 from streammerge.sources.torch_file import open_torch_file
 from streammerge.tensors.catalogue import Catalogue, Entry, EqualityCheck, SourceFile
 
-__all__ = ["RANK_FILE", "has_rank_files", "open_fsdp"]
+__all__ = ["has_rank_files", "open_fsdp"]
 
-RANK_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
+_RANK_FILE = re.compile(r"model_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.pt")
+_ACCELERATE_FILE = re.compile(r"pytorch_model_fsdp(_\d+)?_rank(?P<rank>\d+)\.bin")
 
 
 def has_rank_files(folder: Path) -> bool:
     """Whether the folder itself holds rank files."""
-    return any(RANK_FILE.fullmatch(path.name) for path in folder.glob("model_world_size_*_rank_*.pt"))
+    return any(_rank_of(path.name) for path in folder.glob("*rank*"))
+
+
+def _rank_of(name: str) -> tuple[int, int] | None:
+    """(world size, rank) that a file's name states, the first 0 when it does not; None for other files."""
+    match = _RANK_FILE.fullmatch(name)
+    if match:
+        return int(match["world"]), int(match["rank"])
+    match = _ACCELERATE_FILE.fullmatch(name)
+    return (0, int(match["rank"])) if match else None
 
 
 @dataclass(slots=True)
@@ -42,6 +54,7 @@ class _Index:
     names: dict[int, str] = field(default_factory=dict)
     replicas: dict[int, frozenset[int]] = field(default_factory=dict)
     meshes: set[str] = field(default_factory=set)
+    ranks: set[int] = field(default_factory=set)
     inert: set[str] = field(default_factory=set)
 
 
@@ -64,6 +77,7 @@ def open_fsdp(folders: Sequence[Path], *, mesh_order: MeshOrder = "auto", subtre
         _read_rank(index, rank, path, subtree)
     for key, piece in settle(index.ambiguous, mesh_order):
         index.pieces[key].append(piece)
+    world = world or 1 + max(index.ranks | index.names.keys())
     warnings = _missing_ranks(world, index)
     entries: dict[str, Entry] = {}
     checks: list[EqualityCheck] = []
@@ -85,20 +99,20 @@ def open_fsdp(folders: Sequence[Path], *, mesh_order: MeshOrder = "auto", subtre
         skipped=index.skipped,
         facts=_facts(folders, world, index),
         warnings=tuple(warnings),
-        hf_folder=next((f / "huggingface" for f in folders if (f / "huggingface").is_dir()), None),
+        hf_folder=_hf_folder(folders),
     )
 
 
 def _rank_paths(folders: Sequence[Path]) -> tuple[int, dict[int, Path]]:
-    """World size and rank -> file, from the names."""
+    """World size (0 when the names do not state it) and rank -> file, from the names."""
     paths: dict[int, Path] = {}
     worlds: dict[int, Path] = {}
     for folder in folders:
         for path in sorted(folder.iterdir()):
-            match = RANK_FILE.fullmatch(path.name)
-            if match is None:
+            stated = _rank_of(path.name)
+            if stated is None:
                 continue
-            world, rank = int(match[1]), int(match[2])
+            world, rank = stated
             worlds.setdefault(world, path)
             if len(worlds) > 1:
                 raise SourceError(
@@ -107,13 +121,13 @@ def _rank_paths(folders: Sequence[Path]) -> tuple[int, dict[int, Path]]:
                 )
             if rank in paths and not path.samefile(paths[rank]):
                 raise SourceError(f"rank {rank} occurs twice: {paths[rank]} and {path}")
-            if rank >= world:
+            if world and rank >= world:
                 raise SourceError(f"{path}: rank {rank} of a world of {world}")
             paths[rank] = path
     if not paths:
         raise SourceError(f"{folders[0]}: no model_world_size_*_rank_*.pt files")
     world = next(iter(worlds))
-    for folder in folders:
+    for folder in folders if world else ():
         _check_config(folder, world)
     return world, paths
 
@@ -144,6 +158,7 @@ def _read_rank(index: _Index, rank: int, path: Path, subtree: str | None) -> Non
         except RecursionError:
             raise SourceError(f"{path}: the pickle is nested too deeply") from None
         index.meshes.update(mesh.describe() for mesh in decoding.meshes.values())
+        index.ranks.update(*(mesh.ranks for mesh in decoding.meshes.values()))
         if decoding.peers is not None:
             index.replicas[rank] = decoding.peers
 
@@ -152,12 +167,7 @@ def _read_value(index: _Index, decoding: RankFile, key: str, value: Any) -> None
     if key.endswith("_extra_state"):
         index.skipped[key] = "extra state of a module, not a weight"
         return
-    if "_flat_param" in key:
-        raise UnsupportedError(
-            f"{decoding.file.where}: {key} is a flat parameter of FSDP1's LOCAL_STATE_DICT; the names and shapes "
-            "inside it are not in the file, so it cannot be merged. Load it in the training job and save with "
-            "SHARDED_STATE_DICT or FULL_STATE_DICT."
-        )
+    refuse_flat_parameter(key, decoding.file.where)
     if value is None or isinstance(value, bool | int | float | str | bytes | dict | list | tuple):
         index.skipped[key] = f"a {type(value).__name__}, not a tensor"
         return
@@ -175,7 +185,8 @@ def _missing_ranks(world: int, index: _Index) -> list[str]:
     covered = frozenset[int]().union(*index.replicas.values())
     needed = [rank for rank in missing if rank not in covered]
     if needed:
-        shown = ", ".join(f"model_world_size_{world}_rank_{rank}.pt" for rank in needed[:8])
+        pattern = re.sub(r"rank(_?)\d+", r"rank\g<1>{}", next(iter(index.names.values())))
+        shown = ", ".join(pattern.format(rank) for rank in needed[:8])
         raise SourceError(
             f"{len(needed)} of {world} rank files are missing: {shown}{', ...' if len(needed) > 8 else ''}. "
             "If they are on another node's disk, name that folder as well: streammerge NODE0 NODE1 ... DST"
@@ -183,6 +194,12 @@ def _missing_ranks(world: int, index: _Index) -> list[str]:
     if missing:
         return [f"{len(missing)} of {world} rank files are absent; the ones present hold full replicas of them"]
     return []
+
+
+def _hf_folder(folders: Sequence[Path]) -> Path | None:
+    """verl's ``huggingface`` folder; accelerate leaves config and tokenizer among the rank files."""
+    inner = [folder / "huggingface" for folder in folders if (folder / "huggingface").is_dir()]
+    return next(iter(inner + [folder for folder in folders if (folder / "config.json").is_file()]), None)
 
 
 def _facts(folders: Sequence[Path], world: int, index: _Index) -> Mapping[str, str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from streammerge.errors import SourceError, UnsupportedError, UsageError
 
-__all__ = ["locate"]
+__all__ = ["config_beside", "locate"]
 
 _MAX_DEPTH = 4
 _TRACKER = "latest_checkpointed_iteration.txt"  # verl and Megatron write the newest step into it
@@ -34,7 +34,8 @@ def locate(path: Path, holds: Callable[[Path], bool]) -> Path:
     top = path
     if not holds(path) and (path / _TRACKER).is_file():
         top = _newest(path)
-    found = _below(top, holds, 0)
+    # Links such as LATEST lead to folders that are listed themselves.
+    found = list({one.resolve(): one for one in reversed(_below(top, holds, 0))}.values())[::-1]
     if len(found) == 1:
         return found[0]
     if not found:
@@ -62,8 +63,16 @@ def _below(folder: Path, holds: Callable[[Path], bool], depth: int) -> list[Path
 
 def _nothing(folder: Path) -> SourceError | UnsupportedError:
     names = {path.name for path in folder.rglob("*") if path.is_file()}
-    if any(name.endswith(".distcp") for name in names) or ".metadata" in names:
-        return UnsupportedError(f"{folder} holds a PyTorch DCP checkpoint, which is not supported yet")
     if "model_optim_rng.pt" in names or "common.pt" in names:
         return UnsupportedError(f"{folder} holds a Megatron checkpoint, which is not supported yet")
-    return SourceError(f"{folder} holds no checkpoint that streammerge knows (looked for model_world_size_*_rank_*.pt)")
+    return SourceError(
+        f"{folder} holds no checkpoint that streammerge knows (looked for model_world_size_*_rank_*.pt and .metadata)"
+    )
+
+
+def config_beside(folder: Path) -> Path | None:
+    """The folder with config.json that a trainer left in, or one level above, a checkpoint's folder."""
+    for place in (folder, folder / "huggingface", folder.parent, folder.parent / "huggingface"):
+        if (place / "config.json").is_file():
+            return place
+    return None

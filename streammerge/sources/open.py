@@ -6,12 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from streammerge.errors import StorageError, UsageError
+from streammerge.sources.dcp import has_model, open_dcp
+from streammerge.sources.dcp_hf import has_hf_shards, open_hf_shards
 from streammerge.sources.fsdp import has_rank_files, open_fsdp
 from streammerge.sources.locate import locate
 from streammerge.sources.mesh_order import MeshOrder
 from streammerge.tensors.catalogue import Catalogue
 
 __all__ = ["open_source"]
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return has_rank_files(folder) or has_hf_shards(folder) or has_model(folder)
 
 
 def open_source(paths: Sequence[Path], *, mesh_order: MeshOrder = "auto", subtree: str | None = None) -> Catalogue:
@@ -25,7 +31,13 @@ def open_source(paths: Sequence[Path], *, mesh_order: MeshOrder = "auto", subtre
     if not paths:
         raise UsageError("no source is named")
     try:
-        folders = list(dict.fromkeys(locate(path, has_rank_files) for path in paths))
-        return open_fsdp(folders, mesh_order=mesh_order, subtree=subtree)
+        folders = list(dict.fromkeys(locate(path, _is_checkpoint) for path in paths))
+        if has_rank_files(folders[0]):
+            return open_fsdp(folders, mesh_order=mesh_order, subtree=subtree)
+        if len(folders) > 1:
+            raise UsageError("several sources are only joined when they hold rank files of one checkpoint")
+        if has_hf_shards(folders[0]):
+            return open_hf_shards(folders[0])
+        return open_dcp(folders[0], subtree=subtree)
     except OSError as fault:
         raise StorageError(f"cannot read {fault.filename or paths[0]}: {fault.strerror}") from fault

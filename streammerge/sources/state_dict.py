@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from streammerge.errors import SourceError, UsageError
+from streammerge.errors import SourceError, UnsupportedError, UsageError
 from streammerge.sources.torch_values import TensorRef, TypedRef, UnreadableRef
 
-__all__ = ["find_state_dict"]
+__all__ = ["find_state_dict", "refuse_flat_parameter"]
 
 _MAX_DEPTH = 3
 
@@ -63,3 +63,17 @@ def _is_counter(value: object) -> bool:
 
 def _listed(found: dict[str, dict[str, Any]]) -> str:
     return ", ".join(repr(path or "(top)") for path in found)
+
+
+def refuse_flat_parameter(key: str, where: str) -> None:
+    """Refuse a flat parameter of FSDP1's LOCAL_STATE_DICT.
+
+    Raises:
+        UnsupportedError: always, for such a key.
+    """
+    if "_flat_param" in key:
+        raise UnsupportedError(
+            f"{where}: {key} is a flat parameter of FSDP1's LOCAL_STATE_DICT; the names and shapes "
+            "inside it are not in the file, so it cannot be merged. Load it in the training job and save with "
+            "SHARDED_STATE_DICT or FULL_STATE_DICT."
+        )

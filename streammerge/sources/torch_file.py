@@ -17,7 +17,7 @@ from streammerge.sources.torch_values import FUNCTIONS, StorageRef, TensorRef, s
 from streammerge.sources.zip_index import ZipIndex, read_zip_index
 from streammerge.tensors.fragment import Fragment, Index
 
-__all__ = ["TorchFile", "open_torch_file"]
+__all__ = ["TorchFile", "open_torch_file", "read_torch_archive"]
 
 _MAX_PICKLE_BYTES = 512 << 20
 _MAX_SMALL_BYTES = 16 << 20
@@ -117,12 +117,16 @@ def open_torch_file(path: Path) -> Iterator[TorchFile]:
         if os.pread(fd, len(_LEGACY_START), 0) == _LEGACY_START:
             yield _read_legacy(fd, str(path), size)
         else:
-            yield _read_zip(fd, str(path), 0, size)
+            yield read_torch_archive(fd, str(path), 0, size)
     finally:
         os.close(fd)
 
 
-def _read_zip(fd: int, where: str, start: int, length: int) -> TorchFile:
+def read_torch_archive(fd: int, where: str, start: int, length: int) -> TorchFile:
+    """Read the metadata of a ``torch.save`` archive at ``start .. start + length`` of an open file.
+
+    Raises: as ``open_torch_file``.
+    """
     archive = read_zip_index(fd, where, start, length)
     # Absent in files of torch < 2.1, which only ever were little-endian in practice.
     if "byteorder" in archive.members and archive.read("byteorder", 16) != b"little":

@@ -116,8 +116,10 @@ def _directory_place(index: ZipIndex) -> tuple[int, int, int]:
     """Entries, bytes and offset of the central directory, from the end records."""
     if index.length < _END.size:
         raise SourceError(f"{index.where}: only {index.length} bytes; it is empty or truncated")
-    tail_size = min(index.length, _END.size + 0xFFFF)
-    tail = _pread(index, index.length - tail_size, tail_size)
+    tail = _pread(index, index.length - _END.size, _END.size)
+    if not tail.startswith(b"PK\x05\x06"):  # a comment follows the record; torch writes none
+        tail_size = min(index.length, _END.size + 0xFFFF)
+        tail = _pread(index, index.length - tail_size, tail_size)
     at = tail.rfind(b"PK\x05\x06")
     if at < 0 or len(tail) - at < _END.size:
         raise SourceError(

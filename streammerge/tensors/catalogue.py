@@ -95,6 +95,7 @@ class Catalogue:
         facts: lines for ``inspect``: world size, meshes, versions.
         warnings: what the user should know.
         hf_folder: folder with config and tokenizer that the checkpoint carries, if any.
+        scratch: keeps temporary files alive that ``files`` point into.
     """
 
     format: str
@@ -106,3 +107,4 @@ class Catalogue:
     facts: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     hf_folder: Path | None = None
+    scratch: object = None

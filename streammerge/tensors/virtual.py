@@ -15,7 +15,7 @@ from typing import Protocol
 from streammerge.dtypes import DType
 from streammerge.tensors.fragment import Fragment, Index, intersect
 
-__all__ = ["Stored", "Tensor", "concat", "narrow", "nbytes", "numel", "permute", "select"]
+__all__ = ["Stored", "Tensor", "concat", "narrow", "nbytes", "numel", "permute", "select", "strided"]
 
 
 class Tensor(Protocol):
@@ -126,6 +126,42 @@ class _Selected:
 
 
 @dataclass(frozen=True, slots=True)
+class _Strided:
+    base: Tensor
+    dim: int
+    first: int
+    step: int
+    length: int
+
+    @property
+    def dtype(self) -> DType:
+        return self.base.dtype
+
+    @property
+    def shape(self) -> Index:
+        return _replaced(self.base.shape, self.dim, self.length)
+
+    def fragments_in(self, start: Index, shape: Index) -> Iterator[Fragment]:
+        d, step = self.dim, self.step
+        if shape[d] == 0:
+            return
+        inner_start = _replaced(start, d, self.first + start[d] * step)
+        inner_shape = _replaced(shape, d, (shape[d] - 1) * step + 1)
+        for f in self.base.fragments_in(inner_start, inner_shape):
+            low = -(-(f.start[d] - self.first) // step)  # the first of our indices at or after the fragment
+            skip = self.first + low * step - f.start[d]
+            count = -(-(f.shape[d] - skip) // step)
+            if count > 0:
+                yield Fragment(
+                    f.file,
+                    f.offset + skip * f.strides[d],
+                    _replaced(f.start, d, low),
+                    _replaced(f.shape, d, count),
+                    _replaced(f.strides, d, f.strides[d] * step),
+                )
+
+
+@dataclass(frozen=True, slots=True)
 class _Permuted:
     base: Tensor
     dims: Index
@@ -181,6 +217,13 @@ def narrow(tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
         raise IndexError(f"narrow({start}, {length}) of a dim of size {tensor.shape[dim]}")
     first = _replaced((0,) * len(tensor.shape), dim, start)
     return _Narrowed(tensor, first, _replaced(tensor.shape, dim, length))
+
+
+def strided(tensor: Tensor, dim: int, first: int, step: int, length: int) -> Tensor:
+    """Every ``step``-th index of one dim, ``length`` of them from ``first`` on."""
+    if first < 0 or step < 1 or length < 0 or (length and first + (length - 1) * step >= tensor.shape[dim]):
+        raise IndexError(f"strided({first}, {step}, {length}) of a dim of size {tensor.shape[dim]}")
+    return _Strided(tensor, dim, first, step, length)
 
 
 def select(tensor: Tensor, dim: int, index: int) -> Tensor:

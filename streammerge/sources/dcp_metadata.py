@@ -1,0 +1,193 @@
+"""The ``.metadata`` pickle of a PyTorch Distributed Checkpoint (torch 2.1 to 2.14)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from streammerge.dtypes import DType, dtype_named
+from streammerge.errors import SourceError, UnsafeError, UnsupportedError, UsageError
+from streammerge.sources.pickle_reader import Functions, Global, Record, read_pickle
+from streammerge.tensors.fragment import Box, Index
+
+__all__ = ["Chunk", "DcpMetadata", "DcpTensor", "metadata_files", "read_metadata"]
+
+_MAX_BYTES = 2 << 30
+KeyPath = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One stored box of a tensor.
+
+    Attributes:
+        box: its place in the tensor, in elements.
+        file: name of the file that holds it, relative to the folder.
+        offset, length: bytes of the item in that file.
+        transforms: what was done to the item's bytes, such as ``stream.zstd/1``.
+    """
+
+    box: Box
+    file: str
+    offset: int
+    length: int
+    transforms: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class DcpTensor:
+    """A tensor of the checkpoint: its flat key, dtype as named, size in elements, and chunks."""
+
+    key: str
+    dtype: str
+    size: Index
+    chunks: list[Chunk] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class DcpMetadata:
+    """What ``.metadata`` says.
+
+    Attributes:
+        tensors: key path -> tensor. The last component is the parameter's name, the ones before
+            are the containers that it was saved in.
+        others: key paths of entries that are no tensors (a pickle each, never read).
+        digest: hash of the file or files.
+    """
+
+    tensors: Mapping[KeyPath, DcpTensor]
+    others: tuple[KeyPath, ...]
+    digest: str
+
+
+def metadata_files(folder: Path) -> list[Path]:
+    """``.metadata``, or the ``__R.metadata`` of a save without collectives (torch >= 2.9)."""
+    whole = folder / ".metadata"
+    if whole.is_file():
+        return [whole]
+    return sorted(folder.glob("__*.metadata"))
+
+
+def read_metadata(files: list[Path]) -> DcpMetadata:
+    """Read and join metadata files. Each of a rank-local save lists its own chunks only.
+
+    Raises:
+        SourceError: damaged, or files that contradict each other.
+        UnsafeError: hostile content.
+        UnsupportedError: a dtype that cannot be moved.
+    """
+    tensors: dict[KeyPath, DcpTensor] = {}
+    others: dict[KeyPath, None] = {}
+    digest = xxhash.xxh3_128()
+    for path in files:
+        if path.stat().st_size > _MAX_BYTES:
+            raise UnsafeError(f"{path} is larger than any real metadata")
+        data = path.read_bytes()
+        digest.update(data)
+        root, _, _ = read_pickle(data, str(path), _FUNCTIONS)
+        if not isinstance(root, Record) or root.type_name not in ("Metadata", "MCoreMetadata"):
+            raise SourceError(f"{path} is not the metadata of a distributed checkpoint")
+        _join(tensors, others, root.attributes, str(path))
+    return DcpMetadata(tensors, tuple(others), digest.hexdigest())
+
+
+def dtype_of(tensor: DcpTensor, name: str) -> DType:
+    """The tensor's dtype.
+
+    Raises:
+        UnsupportedError: naming the tensor.
+    """
+    try:
+        return dtype_named(tensor.dtype)
+    except UsageError:
+        raise UnsupportedError(f"{name}: dtype {tensor.dtype} is not supported") from None
+
+
+def _join(tensors: dict[KeyPath, DcpTensor], others: dict[KeyPath, None], state: dict[str, Any], where: str) -> None:
+    entries, storage = state.get("state_dict_metadata"), state.get("storage_data")
+    paths = state.get("planner_data") or {}
+    if not isinstance(entries, dict) or not isinstance(storage, dict) or not isinstance(paths, dict):
+        raise SourceError(f"{where}: the metadata lacks its tables")
+    places = _places(storage, where)
+    for key, entry in entries.items():
+        path = _key_path(paths.get(key, (key,)), where)
+        if not isinstance(entry, Record) or entry.type_name != "TensorStorageMetadata":
+            others[path] = None
+            continue
+        found = _tensor(str(key), entry.attributes, places, where)
+        known = tensors.setdefault(path, found)
+        if known is not found:
+            if (known.dtype, known.size) != (found.dtype, found.size):
+                raise SourceError(f"{where}: {key} has another dtype or size than in the other metadata files")
+            known.chunks += found.chunks
+
+
+def _key_path(path: object, where: str) -> KeyPath:
+    if not isinstance(path, tuple | list) or not path or not all(isinstance(part, str | int) for part in path):
+        raise SourceError(f"{where}: a malformed key path")
+    return tuple(str(part) for part in path)
+
+
+def _places(storage: dict[Any, Any], where: str) -> dict[tuple[str, Index], Record]:
+    """(key, chunk offset) -> _StorageInfo. The index in the key is only a hint and may repeat."""
+    places = {}
+    for index, info in storage.items():
+        state = index.attributes if isinstance(index, Record) else {}
+        key, offset = state.get("fqn"), state.get("offset")
+        if not isinstance(key, str) or not isinstance(info, Record):
+            raise SourceError(f"{where}: a malformed entry of storage_data")
+        places[key, offset if isinstance(offset, tuple) else ()] = info
+    return places
+
+
+def _tensor(key: str, state: dict[str, Any], places: dict[tuple[str, Index], Record], where: str) -> DcpTensor:
+    properties, size, chunks = state.get("properties"), state.get("size"), state.get("chunks")
+    kind = properties.state if isinstance(properties, Record) else None
+    # TensorProperties pickles as (dtype, layout, requires_grad, memory format, pin_memory).
+    dtype = kind[0] if isinstance(kind, tuple) and kind else None
+    if isinstance(kind, dict):
+        dtype = kind.get("dtype")
+    if not isinstance(dtype, Global) or not isinstance(size, tuple) or not isinstance(chunks, list):
+        raise SourceError(f"{where}: {key} is described wrongly")
+    tensor = DcpTensor(key, dtype.name, size)
+    for chunk in chunks:
+        box = _box(chunk, len(size), f"{where}: {key}")
+        info = places.get((key, box.start))
+        if info is None:
+            if box.numel:
+                raise SourceError(f"{where}: {key} at {list(box.start)} is listed, but stored nowhere")
+            continue
+        tensor.chunks.append(_chunk(box, info.attributes, f"{where}: {key}"))
+    return tensor
+
+
+def _box(chunk: object, num_dims: int, where: str) -> Box:
+    state = chunk.attributes if isinstance(chunk, Record) else {}
+    start, sizes = state.get("offsets"), state.get("sizes")
+    if not isinstance(start, tuple) or not isinstance(sizes, tuple) or not len(start) == len(sizes) == num_dims:
+        raise SourceError(f"{where}: a malformed chunk")
+    return Box(start, sizes)
+
+
+def _chunk(box: Box, state: dict[str, Any], where: str) -> Chunk:
+    file, offset, length = state.get("relative_path"), state.get("offset"), state.get("length")
+    if not isinstance(file, str) or not isinstance(offset, int) or not isinstance(length, int):
+        raise SourceError(f"{where}: a malformed place of a chunk")
+    if min(offset, length) < 0 or "/" in file or "\\" in file or file in ("", ".", ".."):
+        raise UnsafeError(f"{where}: the place {file!r} of a chunk leaves the folder or is negative")
+    transforms = state.get("transform_descriptors") or ()
+    return Chunk(box, file, offset, length, tuple(str(one) for one in transforms))
+
+
+def _size(items: object = ()) -> Index:
+    values = tuple(items) if isinstance(items, tuple | list) else (-1,)
+    if len(values) > 64 or not all(isinstance(n, int) and 0 <= n < 2**62 for n in values):
+        raise SourceError("a tensor has an impossible size")
+    return values
+
+
+_FUNCTIONS: Functions = {("torch", "Size"): _size, ("collections", "OrderedDict"): lambda items=(): dict(items)}

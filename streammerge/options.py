@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from streammerge.sizes import parse_size
-
 __all__ = ["MergeOptions"]
 
 
@@ -48,8 +46,3 @@ class MergeOptions:
     scan: bool = False
     checksums: bool = False
     tie_word_embeddings: bool | None = None
-
-    @property
-    def shard_bytes(self) -> int:
-        """``max_shard_size`` in bytes."""
-        return parse_size(self.max_shard_size)

@@ -1,0 +1,102 @@
+"""Read a source as far as planning needs: catalogue, config, files beside the weights, model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from streammerge import hub
+from streammerge.dtypes import dtype_named
+from streammerge.execute.memory import allowed_memory, default_budget
+from streammerge.families.config import ModelConfig, read_config
+from streammerge.families.model import Model, describe_model, keeps_float32, output_tensors
+from streammerge.folder.sidecars import Sidecars, find_sidecars
+from streammerge.options import MergeOptions
+from streammerge.plan.dtypes import dtype_rule
+from streammerge.plan.plan import Plan, make_plan
+from streammerge.sizes import parse_size
+from streammerge.sources.open import open_source
+from streammerge.tensors.catalogue import Catalogue
+
+__all__ = ["Observer", "PathLike", "Prepared", "as_paths", "prepare"]
+
+PathLike = str | Path
+
+
+class Observer:
+    """Told what a merge is doing. Override what you want to show."""
+
+    def phase(self, name: str, total: int) -> None:
+        """A phase begins; ``total`` bytes will be moved in it (0 when that is not known)."""
+
+    def advance(self, done: int) -> None:
+        """``done`` bytes of the phase are moved; called about ten times a second."""
+
+    def warn(self, message: str) -> None:
+        """Something the user should know, also listed in the report."""
+
+
+@dataclass
+class Prepared:
+    """A source that has been read as far as planning needs.
+
+    Attributes:
+        max_ram: the budget in bytes.
+        warnings: what the user was told so far.
+    """
+
+    catalogue: Catalogue
+    sidecars: Sidecars
+    config: ModelConfig | None
+    model: Model
+    max_ram: int
+    options: MergeOptions
+    observer: Observer
+    warnings: list[str] = field(default_factory=list)
+
+    def warn(self, message: str) -> None:
+        """Tell the user, now and in the report."""
+        self.warnings.append(message)
+        self.observer.warn(message)
+
+    def plan(self, untied: Collection[str]) -> Plan:
+        """The plan, with the tied names written whose values differ."""
+        config_dtype = self.config.dtype if self.config else None
+        rule = dtype_rule(self.options.dtype, config_dtype, keeps_float32(self.model))
+        tensors = output_tensors(self.model, self.config, untied)
+        return make_plan(tensors, self.catalogue.files, rule, parse_size(self.options.max_shard_size))
+
+
+def as_paths(source: PathLike | Sequence[PathLike]) -> list[Path]:
+    """One path or several, as a list."""
+    return [Path(source)] if isinstance(source, str | Path) else [Path(one) for one in source]
+
+
+def prepare(source: PathLike | Sequence[PathLike], options: MergeOptions, observer: Observer) -> Prepared:
+    """Read the source.
+
+    Raises:
+        StreammergeError: it cannot be merged; see ``streammerge.errors``.
+    """
+    max_ram = _check_options(options)
+    observer.phase("reading metadata", 0)
+    catalogue = open_source(as_paths(source), mesh_order=options.mesh_order, subtree=options.subtree)
+    folder = hub.local_folder(options.hf_config) if options.hf_config is not None else catalogue.hf_folder
+    sidecars = find_sidecars(folder)
+    config = read_config(sidecars.config) if sidecars.config else None
+    model = describe_model(catalogue, config, tie=options.tie_word_embeddings)
+    prepared = Prepared(catalogue, sidecars, config, model, max_ram, options, observer)
+    for warning in catalogue.warnings:
+        prepared.warn(warning)
+    return prepared
+
+
+def _check_options(options: MergeOptions) -> int:
+    """Refuse options that make no sense before anything is read; returns the budget in bytes."""
+    parse_size(options.max_shard_size)
+    if options.dtype not in ("auto", "keep"):
+        dtype_named(options.dtype)
+    if options.max_ram is None:
+        return default_budget()
+    return parse_size(options.max_ram, percent_of=allowed_memory())

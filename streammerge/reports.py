@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from streammerge.execute.difference import Difference
 from streammerge.sizes import format_size
 
-__all__ = ["InspectReport", "MergeReport", "PlanReport"]
+__all__ = ["CompareReport", "InspectReport", "MergeReport", "PlanReport", "TensorReport", "VerifyReport"]
 
 
 class _Report:
@@ -195,6 +196,164 @@ class MergeReport(_Report):
         if self.uploaded:
             out.append(f"uploaded        {self.uploaded}")
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class TensorReport:
+    """How one tensor differs between two checkpoints.
+
+    Attributes:
+        dtypes: on the first side and on the second.
+        differing: elements that are not equal; ``elements`` is how many there are.
+        max_abs, max_rel: largest difference, absolute and relative to the second value.
+        first: index of the first differing element, or None.
+        values: both values there.
+        nan_both, nan_one: elements that are NaN on both sides, or on one only.
+        equal: whether the tensors count as equal.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtypes: tuple[str, str]
+    elements: int
+    differing: int
+    max_abs: float
+    max_rel: float
+    first: tuple[int, ...] | None
+    values: tuple[Any, Any] | None
+    nan_both: int
+    nan_one: int
+    equal: bool
+
+    @classmethod
+    def of(
+        cls, name: str, shape: tuple[int, ...], dtypes: tuple[str, str], found: Difference, dtype_aware: bool
+    ) -> TensorReport:
+        """Make one of what was counted. Another dtype is a difference, unless the comparison is aware of it."""
+        same_dtype = dtype_aware or dtypes[0] == dtypes[1]
+        return cls(
+            name,
+            shape,
+            dtypes,
+            found.elements,
+            found.differing,
+            found.max_abs,
+            found.max_rel,
+            found.first,
+            found.values,
+            found.nan_both,
+            found.nan_one,
+            same_dtype and not found.differing,
+        )
+
+    def line(self) -> str:
+        """One row of the table."""
+        if not self.differing:
+            return f"  {self.name}: {self.dtypes[0]} against {self.dtypes[1]}, equal values"
+        where = (
+            f"first at {list(self.first or ())}: {self.values[0]!r} against {self.values[1]!r}" if self.values else ""
+        )
+        nan = f", {self.nan_one} NaN on one side only" if self.nan_one else ""
+        dtypes = "" if self.dtypes[0] == self.dtypes[1] else f", {self.dtypes[0]} against {self.dtypes[1]}"
+        return (
+            f"  {self.name}: {self.differing} of {self.elements} differ, max abs {self.max_abs:.3g}, "
+            f"max rel {self.max_rel:.3g}{nan}{dtypes}; {where}"
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class CompareReport(_Report):
+    """How two checkpoints differ.
+
+    Attributes:
+        compared: number of tensors compared; ``elements`` is their elements.
+        missing: names that only the second has.
+        extra: names that only the first has.
+        shapes: name -> (first shape, second shape) where they differ.
+        tensors: those that are not equal, the worst first.
+        nan_both: elements that are NaN on both sides, counted as equal.
+        rtol, atol: the tolerance; 0 for exact.
+        peak_rss: bytes.
+    """
+
+    first: str
+    second: str
+    compared: int
+    elements: int
+    missing: tuple[str, ...]
+    extra: tuple[str, ...]
+    shapes: Mapping[str, tuple[list[int], list[int]]]
+    tensors: tuple[TensorReport, ...]
+    nan_both: int
+    rtol: float
+    atol: float
+    peak_rss: int
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.missing or self.extra or self.shapes or self.tensors)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data, for JSON."""
+        return {"equal": self.equal, **super().to_dict()}
+
+    def lines(self, worst: int = 20) -> list[str]:
+        """The report for people, line by line."""
+        how = "exactly" if not (self.rtol or self.atol) else f"within rtol {self.rtol:g}, atol {self.atol:g}"
+        out = [f"first           {self.first}", f"second          {self.second}"]
+        out.append(f"compared        {self.compared} tensors, {self.elements:,} elements")
+        if self.nan_both:
+            out.append(f"NaN             {self.nan_both} elements are NaN on both sides and count as equal")
+        if self.missing:
+            out.append(f"only in second  {len(self.missing)}: {_some(list(self.missing))}")
+        if self.extra:
+            out.append(f"only in first   {len(self.extra)}: {_some(list(self.extra))}")
+        out += [f"shape           {name}: {a} against {b}" for name, (a, b) in self.shapes.items()]
+        if self.tensors:
+            out.append(f"differing       {len(self.tensors)} tensors, the worst first:")
+            out += [tensor.line() for tensor in self.tensors[:worst]]
+        out.append(f"peak RSS        {format_size(self.peak_rss)}")
+        return [*out, f"result          they are equal, {how}" if self.equal else "result          they differ"]
+
+
+@dataclass(frozen=True, repr=False)
+class VerifyReport(_Report):
+    """Whether a merged folder is whole and sane.
+
+    Attributes:
+        path: the folder.
+        tensors, parameters, bytes: of its weights.
+        checked: what was checked, in words.
+        problems: what is wrong; empty when the folder is whole.
+        warnings: what is unusual, but not wrong by itself.
+    """
+
+    path: str
+    tensors: int
+    parameters: int
+    bytes: int
+    checked: tuple[str, ...]
+    problems: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether no problem was found."""
+        return not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data, for JSON."""
+        return {"whole": self.whole, **super().to_dict()}
+
+    def lines(self) -> list[str]:
+        """The report for people, line by line."""
+        out = [f"path            {self.path}"]
+        out.append(f"weights         {self.tensors} tensors, {self.parameters:,} parameters, {format_size(self.bytes)}")
+        out += [f"checked         {what}" for what in self.checked]
+        out += [f"problem         {problem}" for problem in self.problems]
+        out += [f"warning         {warning}" for warning in self.warnings]
+        return [*out, f"result          {'whole' if self.whole else 'not whole'}"]
 
 
 def _some(names: list[str]) -> str:

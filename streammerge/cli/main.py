@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -17,11 +18,18 @@ from typing import Any, NoReturn
 import click
 
 from streammerge import pipeline
-from streammerge.cli.options import CONTEXT, json_option, merge_options, source_options
+from streammerge.cli.options import (
+    CONTEXT,
+    compare_options,
+    json_option,
+    merge_options,
+    resource_options,
+    source_options,
+)
 from streammerge.cli.progress import ConsoleObserver, QuietObserver
-from streammerge.errors import StoppedError, StreammergeError, UsageError
-from streammerge.execute.memory import allowed_memory, default_budget
-from streammerge.sizes import format_size, parse_size
+from streammerge.errors import DifferenceError, StoppedError, StreammergeError, UsageError
+from streammerge.pipeline.prepare import budget_of
+from streammerge.sizes import format_size
 from streammerge.version import __version__
 
 __all__ = ["cli", "main"]
@@ -52,6 +60,9 @@ def cli() -> None:
     streammerge [merge] SRC... DST     merge; DST appears when it is complete
     streammerge inspect SRC...         what is this?
     streammerge plan SRC... DST        what would be written
+    streammerge compare A B            any two checkpoints in any formats
+    streammerge test SRC --against HF  the merge that would be written, compared
+    streammerge verify DST             is this folder whole and sane?
 
     Sizes: 16G and 16GiB are 2^30-based, 16GB is 10^9-based, a bare number is bytes.
     Exit codes: 0 done, 2 usage, 3 source incomplete or corrupt, 4 not supported, 5 unsafe content,
@@ -122,6 +133,77 @@ def inspect(paths: tuple[Path, ...], as_json: bool, tensors: bool, **options: An
             click.echo(f"{name}  {tensor['dtype']}  {tensor['shape']}  {tensor['fragments']} fragments")
 
 
+@cli.command(context_settings=CONTEXT)
+@click.argument("first", type=click.Path(path_type=Path))
+@click.argument("second", type=click.Path(path_type=Path))
+@compare_options
+@resource_options
+@click.option("--subtree", metavar="PATH", help="Which set of tensors to take where a checkpoint holds several.")
+@json_option
+def compare(first: Path, second: Path, as_json: bool, worst: int, **options: Any) -> int:
+    """Compare FIRST with SECOND: any two checkpoints in any supported formats."""
+    observer = ConsoleObserver(budget_of(options["max_ram"]))
+    with _stopping():
+        report = pipeline.compare(first, second, observer=observer, **options)
+    observer.close()
+    return _judged(report, report.equal, report.lines(worst), as_json)
+
+
+@cli.command(context_settings=CONTEXT)
+@_PATHS
+@source_options
+@merge_options
+@compare_options
+@click.option("--against", "--test-hf-dir", "against", type=click.Path(path_type=Path), help="What to compare with.")
+@json_option
+def test(paths: tuple[Path, ...], as_json: bool, worst: int, against: Path | None, **options: Any) -> int:
+    """Compare the merge of SRC... that would be written with a reference; nothing is written."""
+    if against is None:
+        raise UsageError("name what to compare with: streammerge test SRC --against HF_DIR")
+    sources, _, chosen = _arguments((*paths, against), options)
+    observer = ConsoleObserver(budget_of(chosen["max_ram"]))
+    with _stopping():
+        report = pipeline.test(sources, against, observer=observer, **chosen)
+    observer.close()
+    return _judged(report, report.equal, report.lines(worst), as_json)
+
+
+@cli.command(context_settings=CONTEXT)
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--max-ram", metavar="SIZE", help="RAM budget.")
+@click.option("--io", type=click.Choice(["auto", "direct", "pread", "mmap"]), default="auto", help="How to read.")
+@json_option
+def verify(folder: Path, as_json: bool, max_ram: str | None, io: str) -> int:
+    """Check a merged FOLDER: index, headers, model class, values, checksums."""
+    observer = ConsoleObserver(budget_of(max_ram))
+    with _stopping():
+        report = pipeline.verify(folder, max_ram=max_ram, io=io, observer=observer)
+    observer.close()
+    return _judged(report, report.whole, report.lines(), as_json)
+
+
+def _judged(report: Any, fine: bool, lines: list[str], as_json: bool) -> int:
+    click.echo(_json(report) if as_json else "\n".join(lines))
+    return 0 if fine else DifferenceError.exit_code
+
+
+def _json(report: Any) -> str:
+    return json.dumps(_finite(report.to_dict()), indent=2)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinities: they become strings."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, complex):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return value
+
+
 def _arguments(paths: tuple[Path, ...], options: dict[str, Any]) -> tuple[list[Path], Path, dict[str, Any]]:
     """Sources, destination and the options of the pipeline, from either spelling."""
     given = list(paths)
@@ -149,15 +231,14 @@ def _check_backend(backend: str | None) -> None:
 
 def _budget(options: dict[str, Any], *, quiet: bool) -> int:
     """The budget in bytes; says what was understood."""
-    given = options["max_ram"]
-    budget = default_budget() if given is None else parse_size(given, percent_of=allowed_memory())
+    budget = budget_of(options["max_ram"])
     if not quiet:
         click.echo(f"RAM budget {format_size(budget)} ({budget} bytes)", err=True)
     return budget
 
 
 def _print(report: Any, as_json: bool) -> None:
-    click.echo(json.dumps(report.to_dict(), indent=2) if as_json else repr(report))
+    click.echo(_json(report) if as_json else repr(report))
 
 
 @contextmanager

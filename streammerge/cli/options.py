@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-__all__ = ["CONTEXT", "json_option", "merge_options", "source_options"]
+__all__ = ["CONTEXT", "compare_options", "json_option", "merge_options", "resource_options", "source_options"]
 
 # Dashes and underscores are the same in option names, so that verl's spelling works.
 CONTEXT: dict[str, Any] = {
@@ -121,6 +121,35 @@ def merge_options(command: Command) -> Command:
             ),
             click.option(
                 "--is-value-model", is_flag=True, help="Accepted from verl's spelling; value heads are always kept."
+            ),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+def compare_options(command: Command) -> Command:
+    """Options of ``compare`` and ``test``."""
+    for option in reversed(
+        [
+            click.option("--rtol", type=float, default=0.0, help="Relative tolerance, as torch.isclose."),
+            click.option("--atol", type=float, default=0.0, help="Absolute tolerance."),
+            click.option("--dtype-aware", is_flag=True, help="Cast the second side to the first side's dtype."),
+            click.option("--worst", type=click.IntRange(1), default=20, show_default=True, help="Rows of the table."),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+def resource_options(command: Command) -> Command:
+    """Options of ``compare`` that ``test`` has from ``merge``."""
+    for option in reversed(
+        [
+            click.option("--max-ram", metavar="SIZE", help="RAM budget: 16G, 512MiB, 50%."),
+            click.option("--workers", type=click.IntRange(1, 64), default=2, show_default=True, help="Threads."),
+            click.option(
+                "--io", type=click.Choice(["auto", "direct", "pread", "mmap"]), default="auto", help="How to read."
             ),
         ]
     ):

@@ -19,7 +19,7 @@ from streammerge.execute.schedule import Schedule, Tile
 from streammerge.plan.plan import OutputFile, Plan
 from streammerge.sizes import format_size
 
-__all__ = ["Progress", "Routes", "Watcher", "run"]
+__all__ = ["Progress", "Routes", "Watcher", "read_through", "run"]
 
 _POLL_SECONDS = 0.1
 
@@ -120,6 +120,33 @@ def run(
             "the same command goes on from there"
         )
     return progress
+
+
+def read_through(
+    plan: Plan, buffers: Buffers, route: str, watchers: Sequence[Watcher], on_read: Callable[[int], None]
+) -> None:
+    """Show the content of all output files of a plan to watchers, without writing anything.
+
+    Args:
+        on_read: told the bytes seen so far.
+
+    Raises:
+        SourceError, StorageError: reading failed.
+    """
+    reader = make_reader(route, plan.sources, buffers.window)
+    whole = memoryview(mmap.mmap(-1, buffers.tile))
+    seen = 0
+    try:
+        for output in plan.files:
+            for start in range(0, output.size, buffers.tile):
+                view = whole[: min(buffers.tile, output.size - start)]
+                fill(output, start, view, reader, buffers.window)
+                for watcher in watchers:
+                    watcher(output, start, view)
+                seen += len(view)
+                on_read(seen)
+    finally:
+        reader.close()
 
 
 def _wait(threads: Sequence[threading.Thread], on_poll: Callable[[], None]) -> None:

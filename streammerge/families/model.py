@@ -98,7 +98,7 @@ def _ties(
         wanted = raw.get("tie_word_embeddings") is True
         tied = {"lm_head.weight": "model.embed_tokens.weight"} if wanted else {}
     return tuple(
-        EqualityCheck(name, tensors[name], tensors[kept], f"the config ties it to {kept}", tolerated=True)
+        EqualityCheck(name, tensors[name], tensors[kept], f"the config ties it to {kept}", tolerated=True, kept=kept)
         for name, kept in tied.items()
         if name in tensors and kept in tensors
     )

@@ -1,6 +1,8 @@
-"""Putting the layers together: inspect, plan and merge, from a source to a finished folder."""
+"""Putting the layers together: one function per command."""
 
 from streammerge.pipeline.commands import inspect, merge, plan
+from streammerge.pipeline.compare import compare, test
 from streammerge.pipeline.prepare import Observer
+from streammerge.pipeline.verify import verify
 
-__all__ = ["Observer", "inspect", "merge", "plan"]
+__all__ = ["Observer", "compare", "inspect", "merge", "plan", "test", "verify"]

@@ -19,7 +19,7 @@ from streammerge.sizes import parse_size
 from streammerge.sources.open import open_source
 from streammerge.tensors.catalogue import Catalogue
 
-__all__ = ["Observer", "PathLike", "Prepared", "as_paths", "prepare"]
+__all__ = ["Observer", "PathLike", "Prepared", "as_paths", "budget_of", "prepare"]
 
 PathLike = str | Path
 
@@ -97,6 +97,13 @@ def _check_options(options: MergeOptions) -> int:
     parse_size(options.max_shard_size)
     if options.dtype not in ("auto", "keep"):
         dtype_named(options.dtype)
-    if options.max_ram is None:
-        return default_budget()
-    return parse_size(options.max_ram, percent_of=allowed_memory())
+    return budget_of(options.max_ram)
+
+
+def budget_of(max_ram: int | str | None) -> int:
+    """The budget in bytes that an option stands for.
+
+    Raises:
+        UsageError: it is not a size.
+    """
+    return default_budget() if max_ram is None else parse_size(max_ram, percent_of=allowed_memory())

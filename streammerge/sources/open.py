@@ -9,15 +9,26 @@ from streammerge.errors import StorageError, UsageError
 from streammerge.sources.dcp import has_model, open_dcp
 from streammerge.sources.dcp_hf import has_hf_shards, open_hf_shards
 from streammerge.sources.fsdp import has_rank_files, open_fsdp
+from streammerge.sources.hf_folder import has_hf_weights, open_hf_folder
 from streammerge.sources.locate import locate
 from streammerge.sources.mesh_order import MeshOrder
 from streammerge.tensors.catalogue import Catalogue
 
-__all__ = ["open_source"]
+__all__ = ["open_reference", "open_source"]
 
 
 def _is_checkpoint(folder: Path) -> bool:
     return has_rank_files(folder) or has_hf_shards(folder) or has_model(folder)
+
+
+def open_reference(path: Path, *, subtree: str | None = None) -> Catalogue:
+    """Index what is compared with: a Hugging Face folder, or a checkpoint of any format.
+
+    Raises: as ``open_source``.
+    """
+    if path.is_dir() and has_hf_weights(path):
+        return open_hf_folder(path)
+    return open_source([path], subtree=subtree)
 
 
 def open_source(paths: Sequence[Path], *, mesh_order: MeshOrder = "auto", subtree: str | None = None) -> Catalogue:

@@ -58,6 +58,7 @@ class EqualityCheck:
         first, second: what to compare; same dtype and shape.
         reason: why they have to be equal, to complete "NAME differs between A and B: REASON".
         tolerated: whether ``--allow-replica-mismatch`` turns a difference into a warning.
+        kept: for a tied name, the one that is written.
     """
 
     name: str
@@ -65,6 +66,7 @@ class EqualityCheck:
     second: Tensor
     reason: str
     tolerated: bool
+    kept: str = ""
 
 
 @dataclass(frozen=True, slots=True)

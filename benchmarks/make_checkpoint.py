@@ -189,9 +189,7 @@ def _save_tokenizer(folder: Path) -> None:
 @click.option("--mesh", type=click.Choice(get_args(MeshKind)), default="fsdp", show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the values.")
 @click.option("--sparse", is_flag=True, help="Leave the data as holes: no disk, no RAM, all zeros.")
-def main(
-    out: Path, preset: str, world_size: int, dtype: str, mesh: MeshKind, seed: int, sparse: bool
-) -> None:
+def main(out: Path, preset: str, world_size: int, dtype: str, mesh: MeshKind, seed: int, sparse: bool) -> None:
     """Write a verl FSDP2 checkpoint with the shape of a well-known model under OUT."""
     try:
         written = make_checkpoint(

@@ -49,9 +49,7 @@ CASES: list[tuple[str, MeshKind, int, str]] = [
 
 def _make(out: Path, preset: str, mesh: MeshKind, world: int, dtype: str, sparse: bool = False) -> Written:
     config = preset_config(preset)
-    return make_checkpoint(
-        out, config, world_size=world, dtype=DTYPES[dtype], mesh=mesh, seed=SEED, sparse=sparse
-    )
+    return make_checkpoint(out, config, world_size=world, dtype=DTYPES[dtype], mesh=mesh, seed=SEED, sparse=sparse)
 
 
 def _load(actor: Path, world: int, rank: int) -> OrderedDict[str, Any]:

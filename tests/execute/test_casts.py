@@ -132,7 +132,9 @@ def test_nans_do_not_depend_on_the_layout(stored: str, written: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1, 70_000), (70_000, 1), (2, 3, 40_000), (131_073,)])
-@pytest.mark.parametrize(("stored", "written"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float16")])
+@pytest.mark.parametrize(
+    ("stored", "written"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float16")]
+)
 def test_shapes_around_the_step(stored: str, written: str, shape: tuple[int, ...]) -> None:
     count = int(np.prod(shape))
     raw = np.random.default_rng(5).bytes(count * dtype_named(stored).itemsize)
@@ -147,7 +149,7 @@ def test_steps_cover_everything_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_expanded_source() -> None:
-    source = np.broadcast_to(np.float32([[1.5], [-2.25]]), (2, 5))
+    source = np.broadcast_to(np.array([[1.5], [-2.25]], np.float32), (2, 5))
     assert by_kernel(source, "float32", "bfloat16") == by_torch(source, "float32", "bfloat16")
 
 

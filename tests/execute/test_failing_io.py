@@ -15,6 +15,7 @@ import streammerge as sm
 from streammerge.errors import SourceError, StorageError
 
 Mount = Callable[[str], Path]
+Contents = Callable[[Path], dict[str, str]]
 
 
 class Meddler(sm.Observer):
@@ -44,7 +45,9 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
     def on(options: str) -> Path:
         folder = tmp_path / f"mount{len(mounted)}"
         folder.mkdir()
-        made = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, check=False)
+        made = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, check=False
+        )
         if made.returncode:
             pytest.skip("a tmpfs cannot be mounted here (needs root)")
         mounted.append(folder)
@@ -56,8 +59,9 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
 
 
 def nothing_but(folder: Path, *names: str) -> bool:
-    """Whether the folder holds just these names."""
-    return sorted(path.name for path in folder.iterdir()) == sorted(names)
+    """Whether the folder holds just these names, and what a merge keeps to go on from."""
+    left = {path.name for path in folder.iterdir()} - {"merged.streammerge-partial"}
+    return left == set(names)
 
 
 @pytest.mark.parametrize("io", ["pread", "direct", "mmap"])
@@ -76,13 +80,13 @@ def test_source_that_changes(io: str, change: str, source: Path, tmp_path: Path)
             os.truncate(path, status.st_size + (1 if change == "longer" else -1))
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
-    with pytest.raises(SourceError, match="model_world_size_3_rank_1.pt"):
+    with pytest.raises(SourceError, match=r"model_world_size_3_rank_1\.pt"):
         sm.merge(source, tmp_path / "merged", io=io, check=False, observer=Meddler(meddle))
     assert not (tmp_path / "merged").exists()
 
 
 def test_source_that_vanishes(source: Path, tmp_path: Path) -> None:
-    with pytest.raises((SourceError, StorageError), match="model_world_size_3_rank_2.pt"):
+    with pytest.raises((SourceError, StorageError), match=r"model_world_size_3_rank_2\.pt"):
         sm.merge(
             source,
             tmp_path / "merged",
@@ -103,12 +107,18 @@ def test_read_error_names_the_file(source: Path, tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("io", ["auto", "pread"])
-def test_full_disk(io: str, tiny: Path, mount: Mount) -> None:
+def test_full_disk(io: str, tiny: Path, mount: Mount, tmp_path: Path, contents: Contents) -> None:
+    """And with more room, the same command goes on."""
     disk = mount("size=1M")
     with pytest.raises(StorageError, match="no space is left") as caught:
         sm.merge(tiny, disk / "merged", io=io, check=False, space_check=False)
     assert caught.value.exit_code == 6
     assert nothing_but(disk)
+    subprocess.run(["mount", "-o", "remount,size=20M", disk], check=True)
+    sm.merge(tiny, disk / "merged", io=io, check=False)
+    sm.merge(tiny, tmp_path / "whole", check=False)
+    assert contents(disk / "merged") == contents(tmp_path / "whole")
+    assert [path.name for path in disk.iterdir()] == ["merged"]
 
 
 def test_disk_that_fills_with_the_sidecars(tiny: Path, mount: Mount) -> None:
@@ -140,7 +150,7 @@ def test_read_only_disk(tiny: Path, mount: Mount) -> None:
         sm.merge(tiny, disk / "merged", check=False)
 
 
-def test_overlay(tiny: Path, mount: Mount, tmp_path: Path, contents: Callable[[Path], dict[str, str]]) -> None:
+def test_overlay(tiny: Path, mount: Mount, tmp_path: Path, contents: Contents) -> None:
     """Containers write to an overlay; the staging folder is renamed within it."""
     disk = mount("size=50M")
     for name in ("lower", "upper", "work", "merged"):

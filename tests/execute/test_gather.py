@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,10 @@ def ranges(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[int, int]:
 def test_boxes_are_the_range_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
     first, last = data.draw(ranges(shape))
     flat = np.arange(math.prod(shape)).reshape(shape)
-    found = [flat[tuple(slice(s, s + n) for s, n in zip(b.start, b.shape, strict=True))] for b in flat_boxes(shape, first, last)]
+    found = [
+        flat[tuple(slice(s, s + n) for s, n in zip(b.start, b.shape, strict=True))]
+        for b in flat_boxes(shape, first, last)
+    ]
     assert [int(i) for part in found for i in part.ravel()] == list(range(first, last))
     assert len(found) <= max(1, 2 * len(shape) - 1)
 
@@ -67,7 +71,7 @@ def cuts_of(draw: st.DrawFn, shape: tuple[int, ...]) -> list[tuple[tuple[int, in
     grid: list[tuple[tuple[int, int], ...]] = [()]
     for size in shape:
         edges = sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))})
-        steps = [(a, b - a) for a, b in zip(edges, edges[1:], strict=False)]
+        steps = [(a, b - a) for a, b in pairwise(edges)]
         grid = [(*box, step) for box in grid for step in steps]
     return grid
 
@@ -75,7 +79,8 @@ def cuts_of(draw: st.DrawFn, shape: tuple[int, ...]) -> list[tuple[tuple[int, in
 def laid_out(values: Array, order: list[int], gap: int) -> tuple[bytes, tuple[int, ...]]:
     """A part as it may lie in a file: dims in another order, with ``gap`` unused elements between neighbours."""
     wide = np.zeros([values.shape[d] * (1 + gap) for d in order], values.dtype)
-    view = wide[(..., *(slice(None, None, 1 + gap) for _ in order))].transpose(np.argsort(order))
+    steps: tuple[Any, ...] = (..., *(slice(None, None, 1 + gap) for _ in order))
+    view = wide[steps].transpose(np.argsort(order))
     view[...] = values
     return wide.tobytes(), view.strides
 
@@ -155,7 +160,7 @@ def test_readers_return_any_range(route: str, tmp_path: Path) -> None:
     path = tmp_path / "weights"
     path.write_bytes(content)
     status = path.stat()
-    reader = make_reader(route, [SourceFile(path, status.st_size, status.st_mtime_ns)], 16_384)
+    reader = make_reader(route, [SourceFile(path, status.st_size, status.st_mtime_ns, "")], 16_384)
     for offset in (0, 1, 4095, 4096, 4097, 12_288, 39_999, 40_000 - 16_384):
         for size in (1, 2, 4095, 4096, 4097, 16_384):
             end = min(offset + size, len(content))

@@ -52,8 +52,9 @@ def merge(source: Path, destination: Path, *options: str, group: Path | str = ""
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of 1.1 GB in two files of holes, which take no room on disk."""
     import torch
-    from benchmarks.make_checkpoint import make_checkpoint
     from transformers import Qwen2Config
+
+    from benchmarks.make_checkpoint import make_checkpoint
 
     config = Qwen2Config(
         hidden_size=1024,

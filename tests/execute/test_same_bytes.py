@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.make_checkpoint import global_tensor
-from benchmarks.shapes import model_shape, preset_config
 
 import streammerge as sm
+from benchmarks.make_checkpoint import global_tensor
+from benchmarks.shapes import model_shape, preset_config
 from streammerge.execute import memory
 from streammerge.execute.memory import rss
 
@@ -51,13 +51,17 @@ def test_values(tiny: Path, tmp_path: Path, weights: Callable[[Path], dict[str, 
     shape = model_shape(preset_config("tiny"), torch.float32)
     assert set(found) == {spec.name for spec in shape.specs}
     for spec in shape.specs:
-        assert torch.equal(found[spec.name], global_tensor(spec.source, spec.shape, torch.float32, 7).to(torch.bfloat16))
+        assert torch.equal(
+            found[spec.name], global_tensor(spec.source, spec.shape, torch.float32, 7).to(torch.bfloat16)
+        )
 
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("io", ["auto", "direct", "pread", "mmap"])
 @pytest.mark.parametrize("workers", [1, 2, 5])
-def test_routes(io: str, workers: int, tiny: Path, tmp_path: Path, expected: dict[str, str], contents: Contents) -> None:
+def test_routes(
+    io: str, workers: int, tiny: Path, tmp_path: Path, expected: dict[str, str], contents: Contents
+) -> None:
     sm.merge(tiny, tmp_path / "merged", io=io, workers=workers, check=False)
     assert contents(tmp_path / "merged") == expected
 

@@ -78,9 +78,18 @@ def test_config_as_it_is(source: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
 def test_config_with_another_dtype(
-    field: str, write_checkpoint: WriteCheckpoint, qwen2_state: dict[str, Any], qwen2_config: dict[str, Any], tmp_path: Path
+    field: str,
+    write_checkpoint: WriteCheckpoint,
+    qwen2_state: dict[str, Any],
+    qwen2_config: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
-    config = {"zzz": [1e-6, "é"], **{k: v for k, v in qwen2_config.items() if k != "dtype"}, field: "float32", "aaa": None}
+    config = {
+        "zzz": [1e-6, "é"],
+        **{k: v for k, v in qwen2_config.items() if k != "dtype"},
+        field: "float32",
+        "aaa": None,
+    }
     sm.merge(write_checkpoint(qwen2_state, config), tmp_path / "merged", dtype="bfloat16", check=False)
     written = json.loads((tmp_path / "merged" / "config.json").read_bytes())
     assert list(written) == list(config)
@@ -103,7 +112,10 @@ def test_config_that_is_no_object(source: Path, tmp_path: Path) -> None:
 
 
 def test_without_any_config(
-    write_checkpoint: WriteCheckpoint, qwen2_state: dict[str, Any], tmp_path: Path, weights: Callable[[Path], dict[str, Any]]
+    write_checkpoint: WriteCheckpoint,
+    qwen2_state: dict[str, Any],
+    tmp_path: Path,
+    weights: Callable[[Path], dict[str, Any]],
 ) -> None:
     report = sm.merge(write_checkpoint(qwen2_state), tmp_path / "merged", check=False)
     assert report.files == ("model.safetensors",)

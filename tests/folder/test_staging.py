@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import threading
@@ -13,27 +12,11 @@ import pytest
 
 import streammerge as sm
 from streammerge import files
-from streammerge.errors import DestinationError, StoppedError, StorageError, UsageError
-from streammerge.folder.staging import MANIFEST_NAME, staged, staging_path
+from streammerge.errors import DestinationError, SourceError, StoppedError, StorageError, UsageError
+from streammerge.folder.staging import staged
+from tests.folder.merging import At, quick
 
 Contents = Callable[[Path], dict[str, str]]
-
-
-def quick(source: Path, destination: Path, **options: object) -> sm.MergeReport:
-    """A merge without the check against the model class."""
-    return sm.merge(source, destination, check=False, **options)  # type: ignore[arg-type]
-
-
-class At(sm.Observer):
-    """Does something when a phase begins."""
-
-    def __init__(self, name: str, action: Callable[[], object]) -> None:
-        self._name, self._action = name, action
-
-    def phase(self, name: str, total: int) -> None:
-        """Called before each phase."""
-        if name == self._name:
-            self._action()
 
 
 @pytest.fixture
@@ -108,85 +91,9 @@ def test_parent_that_is_a_file(tiny: Path, tmp_path: Path) -> None:
         quick(tiny, tmp_path / "file" / "merged")
 
 
-def test_overwrite_replaces_only_its_own(tiny: Path, make_tiny: Callable[..., Path], tmp_path: Path, contents: Contents) -> None:
-    target = tmp_path / "merged"
-    quick(tiny, target, max_shard_size=300_000)
-    (target / "README.md").write_text("mine")
-    (target / "plots").mkdir()
-    (target / "plots" / "loss.png").write_bytes(b"\x89PNG")
-    quick(make_tiny("tiny-moe"), target, overwrite=True)
-    quick(make_tiny("tiny-moe"), tmp_path / "fresh")
-    found = contents(target)
-    assert (target / "README.md").read_text() == "mine"
-    assert (target / "plots" / "loss.png").read_bytes() == b"\x89PNG"
-    assert {name: found[name] for name in found if name not in ("README.md", "plots/loss.png")} == contents(tmp_path / "fresh")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh", "merged"]
-    assert "README.md" not in json.loads((target / MANIFEST_NAME).read_bytes())["files"]
-
-
-def test_overwrite_again_keeps_foreign_files(tiny: Path, tmp_path: Path) -> None:
-    target = tmp_path / "merged"
-    quick(tiny, target)
-    (target / "run.sh").write_text("#!/bin/sh\n")
-    (target / "run.sh").chmod(0o755)
-    (target / "latest").symlink_to("run.sh")
-    for _ in range(2):
-        quick(tiny, target, overwrite=True)
-    assert (target / "run.sh").stat().st_mode & 0o777 == 0o755
-    assert (target / "latest").is_symlink()
-
-
-def test_overwrite_keeps_a_dangling_link(tiny: Path, tmp_path: Path) -> None:
-    quick(tiny, tmp_path / "merged")
-    (tmp_path / "merged" / "gone").symlink_to("nowhere")
-    quick(tiny, tmp_path / "merged", overwrite=True)
-    assert (tmp_path / "merged" / "gone").is_symlink()
-
-
-def test_files_that_appear_during_the_merge_are_kept(tiny: Path, tmp_path: Path) -> None:
-    """A merge may take hours; notes written meanwhile are foreign files too."""
-    quick(tiny, tmp_path / "merged")
-    note = tmp_path / "merged" / "notes.md"
-    quick(tiny, tmp_path / "merged", overwrite=True, observer=At("merging", lambda: note.write_text("mine")))
-    assert note.read_text() == "mine"
-
-
-def test_destination_that_appears_during_the_merge_is_kept(tiny: Path, tmp_path: Path) -> None:
-    """Without --overwrite nothing is replaced, whenever it came."""
-    note = tmp_path / "merged" / "notes.md"
-
-    def meddle() -> None:
-        note.parent.mkdir()
-        note.write_text("mine")
-
-    with pytest.raises(DestinationError):
-        quick(tiny, tmp_path / "merged", observer=At("merging", meddle))
-    assert note.read_text() == "mine"
-
-
-@pytest.mark.parametrize("name", ["other.safetensors", "pytorch_model.bin", "sub/model.pt", "pytorch_model.bin.index.json"])
-def test_foreign_weights_are_not_mixed_in(name: str, tiny: Path, tmp_path: Path, contents: Contents) -> None:
-    target = tmp_path / "merged"
-    quick(tiny, target)
-    (target / name).parent.mkdir(exist_ok=True)
-    (target / name).write_bytes(b"{}")
-    before = contents(target)
-    with pytest.raises(DestinationError, match=name):
-        quick(tiny, target, overwrite=True)
-    assert contents(target) == before
-
-
-def test_without_an_atomic_exchange(tiny: Path, tmp_path: Path, contents: Contents, monkeypatch: pytest.MonkeyPatch) -> None:
-    quick(tiny, tmp_path / "merged")
-    (tmp_path / "merged" / "notes.txt").write_text("mine")
-    before = contents(tmp_path / "merged")
-    monkeypatch.setattr(files, "exchange", lambda first, second: False)
-    quick(tiny, tmp_path / "merged", overwrite=True)
-    assert contents(tmp_path / "merged") == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["merged"]
-
-
-@pytest.mark.parametrize(("mask", "file_mode", "folder_mode"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700), (0o002, 0o664, 0o775)])
+@pytest.mark.parametrize(
+    ("mask", "file_mode", "folder_mode"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700), (0o002, 0o664, 0o775)]
+)
 def test_modes_follow_the_umask(
     mask: int, file_mode: int, folder_mode: int, tiny: Path, tmp_path: Path, umask: Callable[[int], int]
 ) -> None:
@@ -211,7 +118,8 @@ def test_second_merge_into_the_same_place(tiny: Path, tmp_path: Path) -> None:
 def test_second_merge_during_the_commit(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lock is held until the rename, or the second merge empties the folder of the first."""
     target = tmp_path / "merged"
-    sync, intruded = files.sync_folder, []
+    sync = files.sync_folder
+    intruded: list[Path] = []
 
     def intrude(path: Path) -> None:
         if not intruded:
@@ -228,10 +136,11 @@ def test_second_merge_during_the_commit(tiny: Path, tmp_path: Path, monkeypatch:
 
 def test_left_over_staging_of_a_killed_merge(tiny: Path, tmp_path: Path, contents: Contents) -> None:
     """It is not locked any more, so it is taken over and none of its content survives."""
-    partial = staging_path(tmp_path / "merged")
-    (partial / "sub").mkdir(parents=True)
-    (partial / "sub" / "junk").write_text("junk")
-    (partial / "model-00001-of-00002.safetensors").write_bytes(bytes(99))
+    partial = tmp_path / "merged.streammerge-partial"
+    (partial / "model" / "sub").mkdir(parents=True)
+    (partial / "model" / "sub" / "junk").write_text("junk")
+    (partial / "model" / "model.safetensors").write_bytes(bytes(99))
+    (partial / "journal.jsonl").write_text('{"fingerprint": "of another merge"}\n')
     quick(tiny, tmp_path / "merged")
     quick(tiny, tmp_path / "fresh")
     assert contents(tmp_path / "merged") == contents(tmp_path / "fresh")
@@ -252,13 +161,14 @@ def test_failure_in_the_commit(step: str, tiny: Path, tmp_path: Path, monkeypatc
     assert sorted(path.name for path in tmp_path.iterdir()) == ["merged"]
 
 
-def test_failure_in_the_commit_removes_the_staging_folder(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*arguments: object) -> None:
-        raise StorageError("the disk failed")
+def test_refusal_leaves_no_staging_folder(tiny: Path, tmp_path: Path) -> None:
+    """What cannot be continued is removed; what can (a stop, a full disk) stays for the next try."""
 
-    monkeypatch.setattr(files, "rename", broken)
-    with pytest.raises(StorageError):
-        quick(tiny, tmp_path / "merged")
+    def meddle() -> None:
+        raise SourceError("the source is bad")
+
+    with pytest.raises(SourceError):
+        quick(tiny, tmp_path / "merged", observer=At("merging", meddle))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -289,7 +199,9 @@ def test_the_callers_event_is_only_read(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["inspect", "plan", "merge", "refused"])
-def test_the_source_is_never_modified(call: str, tiny: Path, tmp_path: Path, snapshot: Callable[[Path], object]) -> None:
+def test_the_source_is_never_modified(
+    call: str, tiny: Path, tmp_path: Path, snapshot: Callable[[Path], object]
+) -> None:
     shutil.copytree(tiny, tmp_path / "source")
     before = snapshot(tmp_path / "source")
     if call == "inspect":

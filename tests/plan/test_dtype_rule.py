@@ -29,7 +29,9 @@ def test_as_stored(stored: str) -> None:
     assert written("keep", "float16", stored) == stored
 
 
-@pytest.mark.parametrize(("alias", "name"), [("bf16", "bfloat16"), ("fp16", "float16"), ("half", "float16"), ("torch.float32", "float32")])
+@pytest.mark.parametrize(
+    ("alias", "name"), [("bf16", "bfloat16"), ("fp16", "float16"), ("half", "float16"), ("torch.float32", "float32")]
+)
 def test_a_name_beats_the_config(alias: str, name: str) -> None:
     assert written(alias, "bfloat16", "float32") == name
 

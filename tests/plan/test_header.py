@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -68,7 +67,9 @@ def test_alignment(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
 
 
 @given(TENSORS)
-def test_safetensors_accepts_it(tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+def test_safetensors_accepts_it(
+    tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, tuple[str, tuple[int, ...]]]
+) -> None:
     (file,) = planned(tensors)
     path = tmp_path_factory.mktemp("header") / "model.safetensors"
     path.write_bytes(file.header + bytes(file.size - len(file.header)))

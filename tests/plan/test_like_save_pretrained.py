@@ -44,9 +44,7 @@ def test_number_of_parameters(preset: str, make_tiny: Callable[..., Path], tmp_p
 
 @pytest.mark.parametrize("preset", ["tiny", "tiny-moe"])
 @pytest.mark.parametrize("limit", [150_000, 600_000, 10**9])
-def test_same_files(
-    preset: str, limit: int, make_tiny: Callable[..., Path], tmp_path: Path, weights: Weights
-) -> None:
+def test_same_files(preset: str, limit: int, make_tiny: Callable[..., Path], tmp_path: Path, weights: Weights) -> None:
     merged = tmp_path / "merged"
     sm.merge(make_tiny(preset), merged, max_shard_size=limit, check=False)
     saved = saved_again(merged, tmp_path / "saved", limit)

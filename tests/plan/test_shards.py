@@ -17,9 +17,7 @@ torch = pytest.importorskip("torch")
 def by_hub(sizes: list[int], limit: int) -> dict[str, list[str]]:
     """The reference: file name -> tensor names."""
     state = {f"t{i}": torch.empty(size, dtype=torch.uint8) for i, size in enumerate(sizes)}
-    made = split_torch_state_dict_into_shards(
-        state, filename_pattern="model{suffix}.safetensors", max_shard_size=limit
-    )
+    made = split_torch_state_dict_into_shards(state, filename_pattern="model{suffix}.safetensors", max_shard_size=limit)
     return dict(made.filename_to_tensors)
 
 
@@ -46,6 +44,8 @@ def test_random_sizes(sizes: list[int], limit: int) -> None:
         ([9, 2, 8, 50], 10),
         ([11, 11, 11], 10),
         ([10, 10, 10], 10),
+        ([1, 10], 10),
+        ([1, 10, 9, 1, 10], 10),
     ],
 )
 def test_around_the_limit(sizes: list[int], limit: int) -> None:

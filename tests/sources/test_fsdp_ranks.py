@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from streammerge.errors import SourceError, StreammergeError, UsageError
+from tests.support.canary import read_safely
 from tests.support.data import copied
 from tests.support.ranks import Cut, Mesh, junk, rank_path, write_plain, write_ranks
 from tests.support.raw import of_torch
@@ -99,7 +101,7 @@ def test_truncation_of_a_legacy_file(tmp_path: Path) -> None:
 
 def test_two_world_sizes(three: Path) -> None:
     shutil.copyfile(rank_path(three, 3, 0), rank_path(three, 4, 0))
-    with pytest.raises(SourceError, match="two world sizes.*model_world_size_3.*model_world_size_4"):
+    with pytest.raises(SourceError, match=r"two world sizes.*model_world_size_3.*model_world_size_4"):
         read_all(three)
 
 
@@ -230,6 +232,20 @@ def test_a_folder_named_like_a_rank_file(three: Path) -> None:
     rank_path(three, 3, 1).mkdir()
     with pytest.raises(StreammergeError, match=r"model_world_size_3_rank_1\.pt"):
         read_all(three)
+
+
+def test_files_that_are_none(three: Path, tmp_path: Path) -> None:
+    """A pipe would be waited for forever; a name may speak of more ranks than can be counted."""
+    rank_path(three, 3, 1).unlink()
+    os.mkfifo(rank_path(three, 3, 1))
+    many = write_plain(tmp_path / "many", TENSORS)
+    rank_path(many, 1, 0).rename(rank_path(many, 10**15, 0))
+    sound = write_plain(tmp_path / "sound", TENSORS)
+    outcomes = read_safely({"sound": sound, "pipe": three, "many": many})
+    assert not outcomes["sound"].error
+    for case in ("pipe", "many"):
+        assert outcomes[case].expected, outcomes[case]
+        assert outcomes[case].error
 
 
 def test_links_to_rank_files_are_followed(three: Path, tmp_path: Path) -> None:

@@ -75,7 +75,9 @@ def _divisible(shape: tuple[int, ...], cut: Cut, mesh: Mesh) -> bool:
 
 
 @settings(max_examples=60, deadline=None)
-@given(data=st.data(), sizes=mesh_sizes(max_dims=2), shape=st.lists(st.integers(1, 48), min_size=1, max_size=2).map(tuple))
+@given(
+    data=st.data(), sizes=mesh_sizes(max_dims=2), shape=st.lists(st.integers(1, 48), min_size=1, max_size=2).map(tuple)
+)
 def test_boxes_agree_with_torch(data: st.DataObject, sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
     """torch's own arithmetic is right for even cuts, and for uneven ones without strided shards."""
     mesh = Mesh(sizes)

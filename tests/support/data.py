@@ -1,4 +1,4 @@
-"""Real checkpoints under tests/data: `ckpt` as a framework left it, `expected` what a merge must give."""
+"""Real FSDP checkpoints under tests/data: `ckpt` as a framework left it, `expected` what a merge must give."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ __all__ = ["DATA", "MODELS", "PARTIAL", "config_folder", "copied"]
 DATA = Path(__file__).parents[1] / "data"
 PARTIAL = "fsdp2_w2_partial"
 MODELS = sorted(
-    path.name for path in DATA.iterdir() if path.name.startswith(("fsdp", "t2")) and path.name != PARTIAL
+    path.name
+    for path in DATA.iterdir()
+    if path.name != PARTIAL and any((path / "ckpt").glob("model_world_size_*_rank_0.pt"))
 )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 
 __all__ = [
-    "STOP", "call", "dict_of", "doubled", "glob", "integer", "list_of", "nested", "newobj", "record", "stack_glob",
-    "state_dict", "storage", "tensor", "text", "tup",
+    "STOP", "call", "dict_of", "doubled", "dtensor", "glob", "integer", "list_of", "mesh", "nested", "newobj", "record",
+    "shard", "stack_glob", "state_dict", "storage", "tensor", "text", "tup",
 ]  # fmt: skip
 
 STOP = b"."
@@ -101,3 +101,36 @@ def doubled(depth: int, kind: str = "tuple", width: int = 2) -> bytes:
     close = b"t" if kind == "tuple" else b"l"
     step = b"q\x00" + b"0" + _MARK + b"h\x00" * width + close
     return b"K\x01" + step * depth
+
+
+def mesh(layout: bytes, **state: bytes) -> bytes:
+    """A DeviceMesh of torch 2.10 to 2.12 over ranks 0 and 1, with this layout."""
+    ranks = tup(integer(0), integer(1))
+    fields = {"_layout": layout, "_flatten_rank_map": ranks, "_coordinate_on_dim": tup(integer(0)), **state}
+    return record("torch.distributed.device_mesh", "DeviceMesh", **fields)
+
+
+def _layout(size: int) -> bytes:
+    return record("torch.distributed._mesh_layout", "_MeshLayout", shape=integer(size), stride=integer(1))
+
+
+def shard(dim: bytes) -> bytes:
+    """A `Shard` placement."""
+    return record("torch.distributed.tensor.placement_types", "Shard", dim=dim)
+
+
+def dtensor(
+    local: bytes, size: bytes, *, device_mesh: bytes | None = None, placements: bytes | None = None, **spec: bytes
+) -> bytes:
+    """A DTensor of one rank, cut along dim 0, unless told otherwise."""
+    state = {
+        "mesh": device_mesh or mesh(_layout(1)),
+        "placements": placements or tup(shard(integer(0))),
+        **spec,
+    }
+    described = record("torch.distributed.tensor._dtensor_spec", "DTensorSpec", **state)
+    wrapper = glob("torch._utils", "_rebuild_wrapper_subclass")
+    cls = glob("torch.distributed.tensor", "DTensor")
+    args = tup(cls, glob("torch", "float32"), size, b")", integer(0), b"N", b"N", b"\x89")
+    slots = tup(b"N", dict_of(_local_tensor=local, _spec=described))
+    return call(glob("torch._tensor", "_rebuild_from_type_v2"), wrapper, cls, args, slots)

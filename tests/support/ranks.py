@@ -178,5 +178,3 @@ def write_plain(folder: Path, *states: Any, **save: Any) -> Path:
     for rank, state in enumerate(states):
         torch.save(state, rank_path(folder, len(states), rank), **save)
     return folder
-
-

@@ -49,7 +49,7 @@ class Archive:
         for name, member in self.members:
             header = len(out)
             out += _local(f"{self.prefix}/{name}" if self.prefix else name, member, header)
-            out += member.data
+            out += member.data + _descriptor(member)
             central += _central(f"{self.prefix}/{name}" if self.prefix else name, member, header)
         start = len(out)
         out += central
@@ -82,6 +82,12 @@ def _local(name: str, member: Member, header: int) -> bytes:
         "<4s5H3L2H", b"PK\x03\x04", 20, lie.get("flags", _FLAGS), lie.get("method", 0), 0, 0, lie.get("crc", 0),
         lie.get("packed", 0), lie.get("size", 0), len(raw), lie.get("extra_size", len(extra)),
     ) + raw + extra  # fmt: skip
+
+
+def _descriptor(member: Member) -> bytes:
+    """What follows a payload, as flag 3 promises."""
+    size = len(member.data)
+    return struct.pack("<4s3L", b"PK\x07\x08", zlib.crc32(member.data), size, size)
 
 
 def _central(name: str, member: Member, header: int) -> bytes:

@@ -32,7 +32,9 @@ def _tiled(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
         boxes.append(box)
     elif shape and fault in ("move", "stretch"):
         dim, by = draw(st.integers(0, len(shape) - 1)), draw(st.integers(-2, 2))
-        boxes[at] = _part(box, dim, by, box.shape[dim]) if fault == "move" else _part(box, dim, 0, max(0, box.shape[dim] + by))
+        boxes[at] = (
+            _part(box, dim, by, box.shape[dim]) if fault == "move" else _part(box, dim, 0, max(0, box.shape[dim] + by))
+        )
     return shape, draw(st.permutations(boxes))
 
 

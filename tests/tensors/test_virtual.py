@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def _leaf(draw: st.DrawFn, shape: tuple[int, ...]) -> Pair:
     size = shape[dim] if shape else 1
     edges = sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=3))})
     fragments = []
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in itertools.pairwise(edges):
         place = tuple(slice(low, high) if d == dim else slice(0, n) for d, n in enumerate(shape))
         part = values[place]
         order = draw(st.permutations(range(len(shape))))
@@ -76,11 +77,10 @@ def _permuted(draw: st.DrawFn, pair: Pair) -> Pair:
 
 
 def _joined(draw: st.DrawFn, pair: Pair) -> Pair:
-    tensor, values = pair
-    dim = draw(st.integers(0, values.ndim - 1))
-    others = []
-    for size in draw(st.lists(st.integers(0, 3), max_size=2)):
-        others.append(_leaf(draw, (*values.shape[:dim], size, *values.shape[dim + 1 :])))
+    shape = pair[1].shape
+    dim = draw(st.integers(0, len(shape) - 1))
+    sizes = draw(st.lists(st.integers(0, 3), max_size=2))
+    others = [_leaf(draw, (*shape[:dim], size, *shape[dim + 1 :])) for size in sizes]
     parts = draw(st.permutations([pair, *others]))
     return concat([p[0] for p in parts], dim), np.concatenate([p[1] for p in parts], dim)
 

@@ -274,6 +274,7 @@ class CompareReport(_Report):
         nan_both: elements that are NaN on both sides, counted as equal.
         rtol, atol: the tolerance; 0 for exact.
         peak_rss: bytes.
+        logits: outcome of running the same tokens through both, if asked for.
     """
 
     first: str
@@ -288,11 +289,13 @@ class CompareReport(_Report):
     rtol: float
     atol: float
     peak_rss: int
+    logits: Mapping[str, Any] | None = None
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs."""
-        return not (self.missing or self.extra or self.shapes or self.tensors)
+        """Whether nothing differs (the logits may, by the tolerance of the values)."""
+        same_logits = self.logits is None or self.logits["equal"] or bool(self.rtol or self.atol)
+        return same_logits and not (self.missing or self.extra or self.shapes or self.tensors)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, for JSON."""
@@ -313,6 +316,9 @@ class CompareReport(_Report):
         if self.tensors:
             out.append(f"differing       {len(self.tensors)} tensors, the worst first:")
             out += [tensor.line() for tensor in self.tensors[:worst]]
+        if self.logits is not None:
+            same = "equal" if self.logits["equal"] else f"differ by at most {self.logits['max_abs']:.3g}"
+            out.append(f"logits          {same} on {len(self.logits['tokens'])} tokens")
         out.append(f"peak RSS        {format_size(self.peak_rss)}")
         return [*out, f"result          they are equal, {how}" if self.equal else "result          they differ"]
 

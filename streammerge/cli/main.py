@@ -139,6 +139,7 @@ def inspect(paths: tuple[Path, ...], as_json: bool, tensors: bool, **options: An
 @compare_options
 @resource_options
 @click.option("--subtree", metavar="PATH", help="Which set of tensors to take where a checkpoint holds several.")
+@click.option("--logits", metavar="TOKENS|TEXT", help="Also load both with transformers and compare logits on these.")
 @json_option
 def compare(first: Path, second: Path, as_json: bool, worst: int, **options: Any) -> int:
     """Compare FIRST with SECOND: any two checkpoints in any supported formats."""

@@ -5,21 +5,24 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from streammerge.dtypes import DType
-from streammerge.errors import DifferenceError, StoppedError, UsageError
+from streammerge.errors import BudgetError, DifferenceError, StoppedError, UsageError
 from streammerge.execute.difference import Comparer, Difference, Side, Tolerance
 from streammerge.execute.memory import Buffers, divide, peak_rss
 from streammerge.execute.routes import read_route
 from streammerge.families.config import ModelConfig, read_config
 from streammerge.families.model import describe_model, output_tensors
+from streammerge.folder.logits_check import LOADING_BYTES, compare_logits
 from streammerge.folder.sidecars import find_sidecars
 from streammerge.options import MergeOptions
 from streammerge.pipeline.checks import compare_replicas
 from streammerge.pipeline.prepare import Observer, PathLike, budget_of, prepare
 from streammerge.reports import CompareReport, TensorReport
+from streammerge.sizes import format_size
 from streammerge.sources.open import open_reference
 from streammerge.tensors.catalogue import Catalogue
 from streammerge.tensors.virtual import Tensor, nbytes
@@ -53,6 +56,7 @@ class CompareOptions:
         rtol, atol: see ``Tolerance``; 0 for exact.
         dtype_aware: the second side is cast to the first side's dtype before comparing.
         max_ram, workers, io: as in ``MergeOptions``.
+        logits: token ids or text to run through both models; both must be Hugging Face folders.
     """
 
     rtol: float = 0.0
@@ -61,6 +65,7 @@ class CompareOptions:
     max_ram: int | str | None = None
     workers: int = 2
     io: str = "auto"
+    logits: str | None = None
 
     def __post_init__(self) -> None:
         if self.rtol < 0 or self.atol < 0:
@@ -94,7 +99,23 @@ def compare(
         _as_stored(str(path), catalogue, own or other)
         for path, catalogue, own, other in zip((first, second), catalogues, configs, reversed(configs), strict=True)
     ]
-    return _compare(models[0], models[1], chosen, watcher)
+    report = _compare(models[0], models[1], chosen, watcher)
+    return report if chosen.logits is None else replace(report, logits=_logits(models, chosen, watcher))
+
+
+def _logits(models: Sequence[_Model], options: CompareOptions, observer: Observer) -> Mapping[str, Any]:
+    """Compare logits, when both sides are folders that transformers loads and the budget allows it."""
+    for model in models:
+        if model.catalogue.format != "huggingface":
+            raise UsageError(
+                f"--logits loads both sides with transformers, but {model.label} is no Hugging Face folder"
+            )
+    need = LOADING_BYTES + max(sum(nbytes(t) for t, _ in model.tensors.values()) for model in models)
+    if need > budget_of(options.max_ram):
+        raise BudgetError(f"--logits has to load a whole model, which takes {format_size(need)}", need)
+    observer.phase(f"comparing logits (takes {format_size(need)} of RAM)", 0)
+    assert options.logits is not None
+    return compare_logits(models[0].catalogue.root, models[1].catalogue.root, options.logits)
 
 
 def test(

@@ -64,8 +64,9 @@ def _run(folders: list[str], prompt: str) -> dict[str, Any]:
         tokens = AutoTokenizer.from_pretrained(folders[0])(prompt)["input_ids"]
     logits = []
     for folder in folders:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
         with torch.no_grad():
+            model.eval()
             logits.append(model(torch.tensor([tokens])).logits.float())
         del model
     same_shape = logits[0].shape == logits[1].shape

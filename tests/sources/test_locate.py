@@ -75,11 +75,11 @@ def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
         catalogued(file)
 
 
-@pytest.mark.parametrize(("name", "known"), [("__0_0.distcp", "DCP"), ("model_optim_rng.pt", "Megatron")])
-def test_other_formats_are_named(name: str, known: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model_optim_rng.pt", "common.pt"])
+def test_other_formats_are_named(name: str, tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / name).write_bytes(b"")
-    with pytest.raises(UnsupportedError, match=known):
+    with pytest.raises(UnsupportedError, match="Megatron"):
         catalogued(tmp_path)
 
 

@@ -17,7 +17,7 @@ from benchmarks.contenders import BUDGET, RATIOS, Contender, contenders, merge_c
 from benchmarks.machine import describe_machine, today, versions, versions_in
 from benchmarks.measure import drop_caches, first_byte_seconds, measure
 from benchmarks.peer import PEER_PACKAGES, peer_environment
-from benchmarks.results import dump, medians, place_names, ratio, scrubbed
+from benchmarks.results import dump, medians, own_command, place_names, ratio, scrubbed
 
 _DIGESTS = {"file": digests.file_digest, "tensor": digests.tensor_digest}
 
@@ -147,7 +147,7 @@ def compare(
     return {
         "kind": "peers",
         "date": today(),
-        "command": f"python -m benchmarks.compare_peers SOURCE WORK --rounds {rounds}",
+        "command": own_command("benchmarks.compare_peers", names),
         "machine": describe_machine(work),
         "versions": versions(),
         "peer": peer_facts,
@@ -188,6 +188,7 @@ def main(
     work.mkdir(parents=True, exist_ok=True)
     chosen = None if no_peer else (peer or work / "peer")
     result = compare(source, work, rounds=rounds, peer=chosen, written_share=written_share, only=only)
+    result["command"] = scrubbed(result["command"], {str(output): output.name})
     dump(result, output)
     for one in result["ratios"]:
         click.echo(f"{one['first']} takes {one['ratio']} times as long as {one['second']}")

@@ -29,7 +29,7 @@ def describe_machine(work: Path) -> dict[str, Any]:
         "cpu": _cpu_model(Path("/proc/cpuinfo").read_text()),
         "cores": len(os.sched_getaffinity(0)),
         "ram": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "kernel": platform.release(),
+        "kernel": platform.release().split("-")[0],
         "file_system": kind,
         "disk": _disk(Path(device).name),
     }

@@ -74,8 +74,8 @@ def _input(result: Result) -> str:
     given, rounds = result["input"], len(result["contenders"][0]["runs"])
     cache = "cold" if result["cold_cache"] else "warm"
     return (
-        f"Input: {given['files']} rank files, {given['bytes'] / 1e9:.2f} GB. Runs of each: {rounds}; the table has their "
-        f"medians; {cache} page cache; {_peer_versions(result['peer'])}."
+        f"Input: {given['files']} rank files, {given['bytes'] / 1e9:.2f} GB. Runs of each: {rounds}; "
+        f"the table has their medians; {cache} page cache; {_peer_versions(result['peer'])}."
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-__all__ = ["dump", "load", "medians", "place_names", "ratio", "scrubbed", "spread"]
+__all__ = ["dump", "load", "medians", "own_command", "place_names", "ratio", "scrubbed", "spread"]
 
 _MEASURES = (
     "seconds",
@@ -70,6 +70,11 @@ def place_names(**places: Path | None) -> dict[str, str]:
         if place is not None:
             names |= {str(place): name, str(place.absolute()): name}
     return names
+
+
+def own_command(module: str, names: Mapping[str, str]) -> str:
+    """The command line that this process was started with, paths replaced by their names."""
+    return scrubbed(" ".join(["python", "-m", module, *sys.argv[1:]]), names)
 
 
 def dump(result: Mapping[str, Any], path: Path) -> None:

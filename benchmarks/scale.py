@@ -17,7 +17,7 @@ from benchmarks.contenders import BUDGET, merge_command, rank_files
 from benchmarks.holes import HolePuncher
 from benchmarks.machine import describe_machine, today, versions
 from benchmarks.measure import Measurement, drop_caches, measure
-from benchmarks.results import dump, medians, place_names, ratio, scrubbed, spread
+from benchmarks.results import dump, medians, own_command, place_names, ratio, scrubbed, spread
 
 MERGED = ("qwen2.5-0.5b:8", "qwen2.5-1.5b:8", "qwen2.5-7b:8", "qwen2.5-32b:32", "llama-70b:64")
 PLANNED = ("llama-70b:64", "deepseek-671b:256")
@@ -150,7 +150,7 @@ def measure_scale(work: Path, merged: Sequence[Case], planned: Sequence[Case], r
     return {
         "kind": "scale",
         "date": today(),
-        "command": f"python -m benchmarks.scale WORK --rounds {rounds}",
+        "command": own_command("benchmarks.scale", place_names(WORK=work)),
         "machine": describe_machine(work),
         "versions": versions(),
         "max_ram": BUDGET,
@@ -178,6 +178,7 @@ def main(
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     result = measure_scale(work, cases, plans, rounds)
+    result["command"] = scrubbed(result["command"], {str(output): output.name})
     dump(result, output)
     for dtype, found in result["checks"].items():
         click.echo(f"{dtype}: memory differs by a factor of {found['rss_spread']}, speed by {found['rate_spread']}")

@@ -143,9 +143,12 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file with its times and mode, and make the copy durable."""
+    """Copy a file with its times and mode, and make the copy durable; a link stays a link."""
     with io_errors("copy", source):
-        shutil.copy2(source, target)
+        target.unlink(missing_ok=True)
+        shutil.copy2(source, target, follow_symlinks=False)
+        if source.is_symlink():
+            return
         fd = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(fd)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from streammerge.errors import StorageError, UsageError
+from streammerge.errors import StorageError, StreammergeError, UsageError
 
 __all__ = ["local_folder", "upload"]
 
@@ -29,6 +29,8 @@ def local_folder(folder_or_repo: Path | str) -> Path:
 
     try:
         return Path(huggingface_hub.snapshot_download(name, ignore_patterns=list(_WEIGHTS)))
+    except StreammergeError:  # a stop on request
+        raise
     except Exception as fault:  # the client raises what its HTTP layer raises
         raise UsageError(f"{name} is neither a folder nor a repository that can be fetched: {fault}") from fault
 
@@ -52,6 +54,8 @@ def upload(folder: Path, repo: str, *, private: bool) -> str:
             commit_message="Upload merged model",
             ignore_patterns=[".streammerge.json"],
         )
+    except StreammergeError:  # a stop on request
+        raise
     except Exception as fault:  # the client raises what its HTTP layer raises
         raise StorageError(f"{folder} is complete, but could not be uploaded to {repo}: {fault}") from fault
     return str(commit.commit_url)

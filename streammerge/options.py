@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from streammerge.errors import UsageError
+
 __all__ = ["MergeOptions"]
 
 
@@ -46,3 +48,12 @@ class MergeOptions:
     scan: bool = False
     checksums: bool = False
     tie_word_embeddings: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense whatever the source.
+
+        Raises:
+            UsageError: fewer than one worker.
+        """
+        if self.workers < 1:
+            raise UsageError(f"{self.workers} workers cannot do anything; use at least one")

@@ -184,7 +184,7 @@ def verify(folder: Path, as_json: bool, max_ram: str | None, io: str) -> int:
 
 
 def _judged(report: Any, fine: bool, lines: list[str], as_json: bool) -> int:
-    click.echo(_json(report) if as_json else "\n".join(lines))
+    _echo(_json(report) if as_json else "\n".join(lines))
     return 0 if fine else DifferenceError.exit_code
 
 
@@ -239,7 +239,17 @@ def _budget(options: dict[str, Any], *, quiet: bool) -> int:
 
 
 def _print(report: Any, as_json: bool) -> None:
-    click.echo(_json(report) if as_json else repr(report))
+    _echo(_json(report) if as_json else repr(report))
+
+
+def _echo(text: str) -> None:
+    """Print on stdout; a reader that went away (``| head``) is no error of ours."""
+    try:
+        click.echo(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
 
 
 @contextmanager
@@ -249,11 +259,11 @@ def _stopping() -> Iterator[threading.Event]:
     Launchers often send a signal twice at once, so a second one counts only after two seconds.
     """
     stop = threading.Event()
-    asked_at = 0.0
+    asked_at: float | None = None
 
     def asked(number: int, frame: FrameType | None) -> None:
         nonlocal asked_at
-        if not stop.is_set():
+        if asked_at is None:
             asked_at = time.monotonic()
             stop.set()
             raise StoppedError("stopped on request, before any weight was written")
@@ -280,13 +290,13 @@ def _guarded(command: Callable[[], Any], as_json: bool) -> int:
         return result if isinstance(result, int) else 0
     except StreammergeError as fault:
         return _failed(type(fault).__name__, str(fault), fault.exit_code, as_json)
+    except click.exceptions.NoArgsIsHelpError as fault:
+        click.echo(fault.format_message())
+        return UsageError.exit_code
     except click.ClickException as fault:
         return _failed("UsageError", fault.format_message(), 2, as_json)
     except (click.Abort, KeyboardInterrupt):
         return _failed("StoppedError", "stopped", 128 + signal.SIGINT, as_json)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
     except Exception as fault:
         if os.environ.get("STREAMMERGE_DEBUG"):
             raise

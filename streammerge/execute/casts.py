@@ -22,6 +22,8 @@ Kernel = Callable[[npt.NDArray[Any], npt.NDArray[Any]], None]
 
 # Elements per step, so that the temporaries stay in a core's L2 cache.
 _STEP = 1 << 16
+# What torch 2.13 writes for every NaN, whatever its sign and payload.
+_BFLOAT16_NAN = 0xFFFF
 
 
 @cache
@@ -47,10 +49,11 @@ def _copy(source: npt.NDArray[Any], target: npt.NDArray[Any]) -> None:
 
 def _float32_to_bfloat16(source: npt.NDArray[Any], target: npt.NDArray[Any]) -> None:
     for part, out in _steps(source, target):
-        np.copyto(out.view(ml_dtypes.bfloat16), part, casting="unsafe")
+        with np.errstate(invalid="ignore"):  # signalling NaN
+            np.copyto(out.view(ml_dtypes.bfloat16), part, casting="unsafe")
         nan = np.isnan(part)
         if nan.any():
-            out[nan] = 0xFFFF  # torch 2.13 writes every NaN so; ml_dtypes keeps the sign
+            out[nan] = _BFLOAT16_NAN  # ml_dtypes keeps the sign
 
 
 def _bfloat16_to_float32(source: npt.NDArray[Any], target: npt.NDArray[Any]) -> None:
@@ -80,8 +83,13 @@ def _torch_kernel(stored: DType, written: DType) -> Kernel:
     source_dtype, target_dtype = getattr(torch, stored.name), getattr(torch, written.name)
 
     def convert(source: npt.NDArray[Any], target: npt.NDArray[Any]) -> None:
-        values = torch.from_numpy(source).view(source_dtype)
-        torch.from_numpy(target).view(target_dtype).copy_(values)
+        # torch writes other NaN bits for strided data, and at the end of contiguous data, than for the
+        # rest of it; what is written must not depend on how the ranks cut a tensor.
+        for part, out in _steps(source, target):
+            values = torch.from_numpy(part if part.flags.c_contiguous else part.copy()).view(source_dtype)
+            torch.from_numpy(out).view(target_dtype).copy_(values.to(target_dtype))
+            if written.name == "bfloat16":
+                out[np.isnan(part)] = _BFLOAT16_NAN
 
     return convert
 

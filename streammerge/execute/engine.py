@@ -67,6 +67,7 @@ def run(
     watchers: Sequence[Watcher] = (),
     on_poll: Callable[[], None] = lambda: None,
     stop: threading.Event | None = None,
+    halt: threading.Event | None = None,
 ) -> Progress:
     """Write all weight files of a plan into an existing folder, and make them durable.
 
@@ -79,22 +80,26 @@ def run(
         progress: counts bytes while it runs.
         watchers: see every tile's content.
         on_poll: called about ten times a second from the calling thread.
-        stop: set from outside (a signal) to stop after the tiles in flight.
+        stop: set from outside to stop after the tiles in flight; only read here.
+        halt: set here when the workers are to end, for watchers that wait for one another.
 
     Raises:
         StoppedError: ``stop`` was set. The journal says what is done.
         SourceError, StorageError: reading or writing failed.
     """
     progress = progress or Progress()
-    halt = stop or threading.Event()
+    halt = halt or threading.Event()
     for stored, written in plan.casts:
         kernel(stored, written)  # import what it needs before the threads start
     schedule = Schedule(plan.files, folder, routes.write, buffers.tile, journal)
     failures: list[BaseException] = []
 
+    def ending() -> bool:
+        return halt.is_set() or (stop is not None and stop.is_set())
+
     def work() -> None:
         try:
-            _work(schedule, plan, buffers, routes, progress, watchers, halt)
+            _work(schedule, plan, buffers, routes, progress, watchers, ending)
         except BaseException as failure:  # handed to the calling thread below
             failures.append(failure)
             halt.set()
@@ -163,12 +168,12 @@ def _work(
     routes: Routes,
     progress: Progress,
     watchers: Sequence[Watcher],
-    halt: threading.Event,
+    ending: Callable[[], bool],
 ) -> None:
     reader = make_reader(routes.read, plan.sources, buffers.window)
     whole = memoryview(mmap.mmap(-1, buffers.tile))  # page aligned, as direct writes need
     try:
-        while not halt.is_set() and (tile := schedule.take()) is not None:
+        while not ending() and (tile := schedule.take()) is not None:
             view = whole[: tile.size]
             kept = _is_kept(tile, view)
             read = 0 if kept else fill(tile.output, tile.start, view, reader, buffers.window)

@@ -21,6 +21,9 @@ from streammerge import files
 __all__ = ["Journal", "Range", "digest_of", "journal_fingerprint"]
 
 
+_PAGE = 4096
+
+
 @dataclass(frozen=True, slots=True)
 class Range:
     """A durable part of an output file: ``start .. end`` in bytes, and the digest of its content."""
@@ -75,7 +78,9 @@ class Journal:
             return []
         ranges: list[Range] = []
         for found in sorted(self._done.get(path.name, {}).values(), key=lambda one: one.start):
-            if found.end <= size and (not ranges or found.start >= ranges[-1].end):
+            # Tiles begin and end at whole pages; a line that says otherwise is damaged.
+            whole = found.start % _PAGE == 0 and (found.end % _PAGE == 0 or found.end == size)
+            if whole and found.end <= size and (not ranges or found.start >= ranges[-1].end):
                 ranges.append(found)
         return ranges
 

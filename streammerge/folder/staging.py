@@ -19,7 +19,16 @@ from pathlib import Path
 from streammerge import files
 from streammerge.errors import DestinationError, StoppedError, StorageError, StreammergeError, UsageError
 
-__all__ = ["MANIFEST_NAME", "Staging", "check_destination", "commit", "finished_plan", "manifest_of", "staged"]
+__all__ = [
+    "MANIFEST_NAME",
+    "Staging",
+    "check_destination",
+    "commit",
+    "finished_plan",
+    "manifest_of",
+    "staged",
+    "staging_of",
+]
 
 # Lists what streammerge wrote into a folder, so that --overwrite replaces nothing else.
 MANIFEST_NAME = ".streammerge.json"
@@ -54,13 +63,14 @@ class Staging:
 
 def finished_plan(destination: Path) -> object:
     """The plan of a merge that was killed after the commit, before it could clean up; else None."""
-    staging = _staging_of(destination)
+    staging = staging_of(destination)
     if staging.journal.exists() and not staging.folder.exists():
         return manifest_of(destination).get("plan")
     return None
 
 
-def _staging_of(destination: Path) -> Staging:
+def staging_of(destination: Path) -> Staging:
+    """The staging folder of a destination."""
     return Staging(destination.with_name(destination.name + ".streammerge-partial"))
 
 
@@ -105,7 +115,7 @@ def _foreign_files(destination: Path) -> list[Path]:
     foreign = [
         path.relative_to(destination)
         for path in sorted(destination.rglob("*"))
-        if not path.is_dir() and str(path.relative_to(destination)) not in written
+        if (path.is_symlink() or not path.is_dir()) and str(path.relative_to(destination)) not in written
     ]
     for path in foreign:
         if path.suffix in (".safetensors", ".bin", ".pt") or path.name.endswith(".index.json"):
@@ -126,7 +136,7 @@ def staged(destination: Path) -> Iterator[Staging]:
     Raises:
         DestinationError: another merge is writing to the same destination.
     """
-    staging = _staging_of(destination)
+    staging = staging_of(destination)
     lock = _locked(staging, destination)
     try:
         yield staging

@@ -85,14 +85,14 @@ def check_class(prepared: Prepared, made: Plan) -> str:
     return f"every weight of {prepared.config.architecture} is there, in the right shape"
 
 
-def check_space(prepared: Prepared, made: Plan, target: Path) -> None:
-    """Refuse when the file system has too little space.
+def check_space(prepared: Prepared, made: Plan, target: Path, there: int) -> None:
+    """Refuse when the file system has too little space for what is not ``there`` yet (bytes).
 
     Raises:
         StorageError: says how much is free and how much is needed.
     """
     existing = next(parent for parent in target.absolute().parents if parent.exists())
-    need = made.write_size + prepared.sidecars.size
+    need = made.write_size + prepared.sidecars.size - there
     free = files.free_space(existing)
     if prepared.options.space_check and free < need:
         raise StorageError(

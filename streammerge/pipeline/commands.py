@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter
@@ -115,15 +116,18 @@ def merge(
     """
     started = time.monotonic()
     prepared = prepare(source, MergeOptions(**options), observer or Observer())  # type: ignore[arg-type]
-    target = Path(destination)
+    # A name of its own, also for "." and "x/.."; a link stays what it is, and is refused below.
+    target = Path(os.path.abspath(destination))  # noqa: PTH100
     if finished_plan(target) is None:
         check_destination(target, overwrite=prepared.options.overwrite)
+    # Refuse a budget that is too small for the whole before a replica is read.
+    divide(prepared.max_ram, prepared.options.workers, torch_needed=needs_torch(prepared.plan(set()).casts))
     untied = compare_replicas(prepared)
     made = prepared.plan(untied)
     checked = check_class(prepared, made)
     buffers = divide(prepared.max_ram, prepared.options.workers, torch_needed=needs_torch(made.casts))
-    check_space(prepared, made, target)
-    work = Work(prepared, made, target, buffers, bool(untied), stop or threading.Event())
+    work = Work(prepared, made, target, buffers, bool(untied), stop)
+    check_space(prepared, made, target, work.bytes_there())
     with staged(target) as staging:
         written = work.write(staging)
     seconds = time.monotonic() - started

@@ -18,7 +18,7 @@ from streammerge.execute.memory import Buffers
 from streammerge.execute.routes import read_route, write_route
 from streammerge.execute.scan import ValueScan
 from streammerge.families.config import edited_config
-from streammerge.folder.staging import Staging, check_destination, commit, finished_plan, manifest_of
+from streammerge.folder.staging import Staging, check_destination, commit, finished_plan, manifest_of, staging_of
 from streammerge.pipeline.prepare import Prepared
 from streammerge.plan.plan import INDEX_NAME, Plan
 from streammerge.version import __version__
@@ -35,8 +35,15 @@ class Work:
     target: Path
     buffers: Buffers
     untie: bool
-    stop: threading.Event
+    stop: threading.Event | None
     progress: Progress = field(default_factory=Progress)
+
+    def bytes_there(self) -> int:
+        """Bytes on disk that an unfinished merge of the same plan has left, and that need no space again."""
+        staging = staging_of(self.target)
+        if not staging.folder.is_dir() or journal_fingerprint(staging.journal) != self._fingerprint():
+            return 0
+        return sum(path.stat().st_blocks * 512 for path in staging.folder.iterdir() if path.is_file())
 
     def write(self, staging: Staging) -> list[str]:
         """Write everything into the staging folder and make it the destination; returns the names."""
@@ -56,7 +63,8 @@ class Work:
         files.make_folder(staging.folder)
         journal = Journal(staging.journal, fingerprint)
         routes = Routes(read_route(options.io, self.made.sources), write_route(options.io, staging.folder))
-        scan, checksums = ValueScan(), Checksums(self.stop)
+        halt = threading.Event()
+        scan, checksums = ValueScan(), Checksums(halt)
         watchers: list[Watcher] = [*([scan] if options.scan else []), *([checksums] if options.checksums else [])]
         observer.phase("merging", self.made.write_size)
         try:
@@ -70,6 +78,7 @@ class Work:
                 watchers=watchers,
                 on_poll=lambda: observer.advance(self.progress.done),
                 stop=self.stop,
+                halt=halt,
             )
         finally:
             journal.close()

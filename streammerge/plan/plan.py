@@ -74,7 +74,7 @@ class Plan:
     Attributes:
         sources: the files read from, by the index that fragments use.
         files: the weight files written, in order.
-        parameters: elements of all tensors written.
+        parameters: elements of all tensors written, buffers such as a router's score bias included.
         total_size: bytes of all tensors written, without headers.
         read_size: bytes of all tensors read.
         casts: (stored dtype, written dtype) pairs that occur and differ.

@@ -98,7 +98,7 @@ def test_fused_experts_are_written_one_by_one(tmp_path: Path) -> None:
 
     torch.manual_seed(4)
     config = Qwen3MoeConfig(
-        hidden_size=16, intermediate_size=20, moe_intermediate_size=6, num_hidden_layers=1, num_attention_heads=2,
+        hidden_size=16, intermediate_size=20, moe_intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, head_dim=8, vocab_size=19, num_experts=4, num_experts_per_tok=2, dtype=torch.float32,
         tie_word_embeddings=False,
     )  # fmt: skip

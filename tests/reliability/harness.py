@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,19 @@ import streammerge as sm
 from tests.reliability.runner import Steps
 from tests.support.data import DATA
 
-__all__ = ["FULL", "MUTATORS", "SMALL", "Case", "Tree", "arguments", "needs_strace", "process", "start", "strace", "tree"]
+__all__ = [
+    "FULL",
+    "MUTATORS",
+    "SMALL",
+    "Case",
+    "Tree",
+    "arguments",
+    "needs_strace",
+    "process",
+    "start",
+    "strace",
+    "tree",
+]
 
 # Everything at its true size, instead of the sample that continuous integration has time for.
 FULL = bool(os.environ.get("STREAMMERGE_FULL"))
@@ -28,6 +41,8 @@ MUTATORS = (
     "openat", "write", "pwrite64", "pwritev", "pwritev2", "ftruncate", "fsync", "fdatasync", "rename", "renameat",
     "renameat2", "unlink", "unlinkat", "mkdir", "mkdirat", "rmdir", "sendfile", "copy_file_range",
 )  # fmt: skip
+
+_STEPS = Steps(1 << 16, 1 << 16)
 
 needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 
@@ -81,7 +96,7 @@ def set_of(calls: tuple[str, ...]) -> str:
     return ",".join(f"?{call}" for call in calls)
 
 
-def arguments(options: dict[str, object]) -> list[str]:
+def arguments(options: dict[str, Any]) -> list[str]:
     """Options of ``merge`` as the command spells them."""
     line = ["--no-check"]
     for name, value in options.items():
@@ -102,9 +117,9 @@ class Case:
     """
 
     name: str
-    options: dict[str, object] = field(default_factory=dict)
-    earlier: dict[str, object] | None = None
-    steps: Steps = Steps(1 << 16, 1 << 16)
+    options: dict[str, Any] = field(default_factory=dict)
+    earlier: dict[str, Any] | None = None
+    steps: Steps = _STEPS
     source: Path = SMALL
 
     def line(self, target: Path) -> list[object]:

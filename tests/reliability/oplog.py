@@ -45,11 +45,7 @@ def operations(log: Path, below: Path) -> list[Op]:
 
     A write counts when it is done, a sync covers what was done when it began.
     """
-    found = []
-    for op in _all(log.read_text().splitlines()):
-        if op.path.startswith(f"{below}/") or op.path == str(below):
-            found.append(op)
-    return found
+    return [op for op in _all(log.read_text().splitlines()) if op.path.startswith(f"{below}/") or op.path == str(below)]
 
 
 def _all(lines: list[str]) -> Iterator[Op]:

@@ -85,12 +85,12 @@ def lines(change: Callable[[list[bytes]], list[bytes]]) -> Damage:
     return lambda model, journal: journal.write_bytes(b"".join(change(journal.read_bytes().splitlines(keepends=True))))
 
 
-def ranges(*added: object) -> Damage:
+def ranges(*added: tuple[object, object]) -> Damage:
     """Add claims to the journal, with the digest of nothing."""
 
     def add(model: Path, journal: Path) -> None:
         with journal.open("a") as file:
-            for start, end in added:  # type: ignore[misc]
+            for start, end in added:
                 file.write(json.dumps({"file": FIRST, "start": start, "end": end, "digest": "0" * 32}) + "\n")
 
     return add
@@ -166,9 +166,7 @@ def test_only_the_damaged_part_is_done_again(interrupted: Path, expected: Tree, 
     assert tree(tmp_path / "damaged") == expected
 
 
-@settings(
-    max_examples=2000 if FULL else 60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=2000 if FULL else 60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_random_damage(data: st.DataObject, interrupted: Path, expected: Tree, tmp_path: Path) -> None:
     """Random bytes in random places of all files at once, and other tiles."""

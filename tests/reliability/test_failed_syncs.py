@@ -42,14 +42,14 @@ class Counting:
 
     def sync(self, fd: int) -> None:
         """Sync, or fail."""
-        self.synced.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        self.synced.append(Path(f"/proc/self/fd/{fd}").readlink().name)
         if len(self.synced) == self._failing:
             io_error()
         self._sync(fd)
 
     def write(self, fd: int, data: memoryview, offset: int, flags: int = 0) -> None:
         """Write."""
-        name = Path(os.readlink(f"/proc/self/fd/{fd}")).name
+        name = Path(f"/proc/self/fd/{fd}").readlink().name
         self.written[name] = self.written.get(name, 0) + len(data)
         self._write(fd, data, offset, flags)
 

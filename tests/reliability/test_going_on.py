@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
     return replace(CASE, source=tmp_path / "source")
 
 
-def fresh(case: Case, folder: Path, **options: object) -> object:
+def fresh(case: Case, folder: Path, **options: Any) -> object:
     """What an undisturbed merge gives."""
     sm.merge(case.source, folder, check=False, **{**case.options, **options})
     return tree(folder)
@@ -56,7 +57,7 @@ def test_how_it_works_may_change(
     interrupt(case, tmp_path / "merged")
     Steps(tile, tile, inline=False).apply(monkeypatch.setattr)
     report = sm.merge(case.source, tmp_path / "merged", check=False, io=io, workers=workers, **case.options)
-    assert (report.bytes_kept > 0) == (tile >= STEPS.tile)
+    assert report.bytes_kept >= (4 * STEPS.tile if tile >= STEPS.tile else 0)
     assert OVER not in str(report.warnings)
     assert tree(tmp_path / "merged") == expected
 
@@ -92,7 +93,7 @@ def test_changed_source_starts_over(change: Callable[[Path], None], case: Case, 
 
 
 @pytest.mark.parametrize("options", [{"dtype": "float32"}, {"max_shard_size": "90KB"}, {"max_shard_size": "5GB"}])
-def test_other_options_start_over(options: dict[str, object], case: Case, tmp_path: Path) -> None:
+def test_other_options_start_over(options: dict[str, Any], case: Case, tmp_path: Path) -> None:
     interrupt(case, tmp_path / "merged")
     report = sm.merge(case.source, tmp_path / "merged", check=False, **{**case.options, **options})
     assert report.bytes_kept == 0
@@ -128,16 +129,12 @@ def test_other_config_folder_after_the_small_files_were_written(
         patch.setattr(files, "rename", lambda *names: (_ for _ in ()).throw(sm.StreammergeError("killed")))
         patch.setattr(files, "remove_tree", lambda path: None)
         with pytest.raises(sm.StreammergeError, match="killed"):
-            sm.merge(
-                case.source, tmp_path / "merged", check=False, hf_config=tmp_path / "config", **case.options
-            )
+            sm.merge(case.source, tmp_path / "merged", check=False, hf_config=tmp_path / "config", **case.options)
     case.run(tmp_path / "merged")
     assert tree(tmp_path / "merged") == fresh(case, tmp_path / "fresh")
 
 
-def test_note_that_was_removed_does_not_come_back(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_note_that_was_removed_does_not_come_back(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others' files are those at the destination when it is replaced, not when a killed merge looked."""
     from streammerge import files
 

@@ -40,6 +40,8 @@ def header_bytes(tensors: Sequence[tuple[str, DType, tuple[int, ...], int]]) -> 
     for name, dtype, shape, size in tensors:
         if dtype.safetensors is None:
             raise UnsupportedError(f"{name}: safetensors has no {dtype}; it cannot be written")
+        if name == "__metadata__" or not _encodable(name):
+            raise UnsupportedError(f"{name!r} cannot be the name of a tensor in a safetensors file")
         entries[name] = {"dtype": dtype.safetensors, "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
@@ -47,3 +49,11 @@ def header_bytes(tensors: Sequence[tuple[str, DType, tuple[int, ...], int]]) -> 
     if len(text) > _MAX_HEADER_BYTES:
         raise UnsupportedError(f"the header needs {len(text)} bytes; use a smaller --max-shard-size")
     return len(text).to_bytes(8, "little") + text
+
+
+def _encodable(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

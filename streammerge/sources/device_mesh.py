@@ -16,6 +16,9 @@ from streammerge.tensors.fragment import Index
 
 __all__ = ["Mesh", "decode_mesh"]
 
+_MAX_DIMS = 64
+_MAX_RANKS = 1 << 20
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -136,6 +139,8 @@ def _with_layout(state: dict[str, Any], rank: int, where: str, read_ints: Callab
     rank_map = tuple(rank_map)
     axes = _axes(state["_layout"], where)
     sizes = tuple(len(axis) for axis in axes)
+    if math.prod(sizes) > len(rank_map):
+        raise SourceError(f"{where}: a device mesh of {list(sizes)} over {len(rank_map)} ranks")
     names = _names(state.get("_mesh_dim_names"))
     coordinate = _coordinate(state.get("_coordinate_on_dim"), sizes, where)
     if coordinate is None or rank not in rank_map:
@@ -168,7 +173,8 @@ def _axes(layout: object, where: str) -> list[list[int]]:
         raise SourceError(f"{where}: a device mesh without a layout")
     state = layout.attributes
     if "axes" in state:  # torch >= 2.13: one _FlatLayout per dim, () for a dim of one rank
-        parts = [part.attributes if isinstance(part, Record) else {} for part in state["axes"]]
+        axes = state["axes"] if isinstance(state["axes"], tuple | list) else ()
+        parts = [part.attributes if isinstance(part, Record) else {} for part in axes]
         pairs = [(part.get("shape"), part.get("stride")) for part in parts]
     else:  # torch 2.10 to 2.12: ints or nested tuples
         shape, stride = state.get("shape"), state.get("stride")
@@ -185,11 +191,19 @@ def _flattened(value: object) -> list[int]:
         return [value]
     if not isinstance(value, tuple):
         return [-1]
-    return [number for part in value for number in _flattened(part)]
+    found: list[int] = []
+    todo: list[object] = [value]
+    while todo and len(found) <= _MAX_DIMS:
+        part = todo.pop()
+        if isinstance(part, tuple) and len(part) <= _MAX_DIMS:
+            todo.extend(reversed(part))
+        else:
+            found.append(part if isinstance(part, int) else -1)
+    return found if not todo else [-1]
 
 
 def _offsets(shape: list[int], stride: list[int], where: str) -> list[int]:
-    if len(shape) != len(stride) or min((*shape, *stride), default=0) < 0 or math.prod(shape) > 1 << 24:
+    if len(shape) != len(stride) or min((*shape, *stride), default=0) < 0 or math.prod(shape) > _MAX_RANKS:
         raise SourceError(f"{where}: a device mesh with a malformed layout")
     return [
         sum(i * step for i, step in zip(at, stride, strict=True))

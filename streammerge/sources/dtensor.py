@@ -107,10 +107,11 @@ def _dtensor(file: RankFile, where: str, value: TypedRef) -> list[Piece] | Ambig
         raise SourceError(f"{where}: a DTensor without its spec")
     if isinstance(local, UnreadableRef):
         raise UnsupportedError(f"{where}: {local.why}")
-    if not isinstance(local, TensorRef) or len(local.size) != len(value.inner.size):
-        raise SourceError(f"{where}: a DTensor without its local tensor")
     attributes = spec.attributes
     mesh = file.mesh(attributes.get("mesh"))
+    # torch gives ranks outside of the mesh an empty tensor of one dim.
+    if not isinstance(local, TensorRef) or (mesh.coordinate and len(local.size) != len(value.inner.size)):
+        raise SourceError(f"{where}: a DTensor without its local tensor")
     shape = value.inner.size
     placements = _placements(attributes.get("placements"), len(shape), where)
     if mesh.coordinate is None:
@@ -197,7 +198,8 @@ def _placement(value: object, num_dims: int, where: str) -> Placement:
         )
     dim, factor = state.get("dim"), state.get("split_factor", 1)
     if not isinstance(dim, int) or not isinstance(factor, int) or not -num_dims <= dim < num_dims or factor < 1:
-        raise SourceError(f"{where}: placement {name} with dim={dim} of a {num_dims}-dim tensor")
+        shown = dim if isinstance(dim, int) else type(dim).__name__
+        raise SourceError(f"{where}: placement {name} with dim={shown} of a {num_dims}-dim tensor")
     dim %= num_dims
     return Shard(dim) if name == "Shard" else StridedShard(dim, factor)
 
@@ -211,12 +213,16 @@ def _order(value: object, placements: list[Placement], mesh: Mesh, where: str) -
     for entry in value if isinstance(value, tuple | list) else ():
         # ShardOrderEntry is a NamedTuple: its fields arrive as arguments.
         fields = entry.args if isinstance(entry, Record) else entry
-        if not isinstance(fields, tuple) or len(fields) != 2 or not isinstance(fields[1], tuple | list):
+        if not isinstance(fields, tuple) or len(fields) != 2 or not isinstance(fields[0], int) or not _dims(fields[1]):
             raise SourceError(f"{where}: a malformed shard_order")
         stated[fields[0]] = list(fields[1])
     if {d: sorted(dims) for d, dims in stated.items()} != {d: sorted(dims) for d, dims in decoded.items()}:
         raise SourceError(f"{where}: shard_order {stated} contradicts the placements")
     return stated
+
+
+def _dims(value: object) -> bool:
+    return isinstance(value, tuple | list) and all(isinstance(dim, int) for dim in value)
 
 
 def _sharded_tensor(file: RankFile, where: str, value: TypedRef) -> list[Piece] | Ambiguous:

@@ -26,6 +26,7 @@ from streammerge.tensors.catalogue import Catalogue, Entry, EqualityCheck, Sourc
 __all__ = ["has_rank_files", "open_fsdp"]
 
 _RANK_FILE = re.compile(r"model_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.pt")
+_MAX_WORLD = 1 << 20  # ranks; a number in a file's name is not to be counted up to
 _ACCELERATE_FILE = re.compile(r"pytorch_model_fsdp(_\d+)?_rank(?P<rank>\d+)\.bin")
 
 
@@ -121,6 +122,8 @@ def _rank_paths(folders: Sequence[Path]) -> tuple[int, dict[int, Path]]:
                 )
             if rank in paths and not path.samefile(paths[rank]):
                 raise SourceError(f"rank {rank} occurs twice: {paths[rank]} and {path}")
+            if max(world, rank) > _MAX_WORLD:
+                raise SourceError(f"{path}: no job has that many ranks")
             if world and rank >= world:
                 raise SourceError(f"{path}: rank {rank} of a world of {world}")
             paths[rank] = path
@@ -138,7 +141,7 @@ def _check_config(folder: Path, world: int) -> None:
         return
     try:
         stated = json.loads(path.read_text()).get("world_size")
-    except (ValueError, AttributeError, OSError) as fault:
+    except (ValueError, AttributeError, RecursionError, OSError) as fault:
         raise SourceError(f"{path}: cannot be read: {fault}") from fault
     if stated is not None and stated != world:
         raise SourceError(f"{path} says world size {stated}, but the rank files say {world}")

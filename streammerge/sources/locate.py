@@ -47,7 +47,7 @@ def locate(path: Path, holds: Callable[[Path], bool]) -> Path:
 def _newest(path: Path) -> Path:
     text = (path / _TRACKER).read_text(errors="replace").strip()
     for name in (f"global_step_{text}", f"iter_{text.zfill(7)}"):
-        if text.isdigit() and (path / name).is_dir():
+        if text.isdecimal() and text.isascii() and len(text) < 20 and (path / name).is_dir():
             return path / name
     raise SourceError(f"{path / _TRACKER} names step {text[:40]!r}, but its folder is not there; name a step's folder")
 

@@ -25,7 +25,7 @@ _uint32 = struct.Struct("<I").unpack_from
 
 _MAX_OPS = 40_000_000  # a 671B model's largest rank file needs about a million
 _MAX_INT_BYTES = 64
-_MAX_KEY_DEPTH = 8
+_MAX_KEY_PARTS = 256
 
 # Plain data of the standard library that trainers keep beside weights. They stay inert as well.
 _PLAIN_STDLIB = {
@@ -123,6 +123,8 @@ def read_pickle(
     machine = _Machine(bytes(data), where, functions, persistent, start)
     try:
         value = machine.run()
+    except RecursionError:
+        raise SourceError(f"{where}: the pickle is nested too deeply at byte {machine.position}") from None
     except (IndexError, KeyError, TypeError, ValueError, AttributeError, struct.error, OverflowError) as fault:
         raise SourceError(
             f"{where}: the pickle is damaged at byte {machine.position} ({type(fault).__name__}: {fault})"
@@ -267,13 +269,19 @@ class _Machine:
         target.extend(values)
 
 
-def _check_key(key: Any, depth: int = 0) -> None:
-    """Hashing a deeply nested tuple overflows the C stack, so keys may only be shallow."""
-    if depth > _MAX_KEY_DEPTH:
-        raise ValueError("a dict key is nested too deeply")
-    if isinstance(key, tuple | frozenset):
-        for part in key:
-            _check_key(part, depth + 1)
+def _check_key(key: Any) -> None:
+    """Hashing a tuple visits every part (shared ones again and again) on the C stack: keys must be small."""
+    todo = [key]
+    for _ in range(_MAX_KEY_PARTS):
+        if not todo:
+            return
+        part = todo.pop()
+        if isinstance(part, tuple | frozenset):
+            if len(part) > _MAX_KEY_PARTS:
+                break
+            todo.extend(part)
+    if todo:
+        raise ValueError("a dict key has too many parts")
 
 
 # One function per opcode. The names are those of the pickle module (Python 3.13, protocols 0 to 5).

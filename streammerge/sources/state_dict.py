@@ -27,7 +27,7 @@ def find_state_dict(root: Any, where: str, subtree: str | None = None) -> dict[s
     if not isinstance(root, dict):
         raise SourceError(f"{where}: holds no state dict (a {type(root).__name__} at the top)")
     found: dict[str, dict[str, Any]] = {}
-    _collect(root, "", found, 0)
+    _collect(root, "", found, 0, set(), where)
     if subtree is not None:
         if subtree not in found:
             raise UsageError(f"{where}: no tensors under {subtree!r}; there are: {_listed(found)}")
@@ -44,15 +44,24 @@ def find_state_dict(root: Any, where: str, subtree: str | None = None) -> dict[s
     return next(iter(found.values()))
 
 
-def _collect(value: dict[Any, Any], path: str, found: dict[str, dict[str, Any]], depth: int) -> None:
-    if "param_groups" in value and "state" in value:
+def _collect(
+    value: dict[Any, Any], path: str, found: dict[str, dict[str, Any]], depth: int, seen: set[int], where: str
+) -> None:
+    if id(value) in seen or ("param_groups" in value and "state" in value):
         return
+    seen.add(id(value))
     if any(isinstance(one, TensorRef | TypedRef | UnreadableRef) for one in value.values()):
-        found[path] = {str(key): one for key, one in value.items()}
+        found[path] = {_name(key): one for key, one in value.items()}
+        if len(found[path]) != len(value):
+            raise SourceError(f"{where}: two keys of {path or 'the state dict'} are the same when written as text")
     if depth < _MAX_DEPTH:
         for key, one in value.items():
             if isinstance(one, dict):
-                _collect(one, f"{path}.{key}" if path else str(key), found, depth + 1)
+                _collect(one, f"{path}.{_name(key)}" if path else _name(key), found, depth + 1, seen, where)
+
+
+def _name(key: object) -> str:
+    return str(key) if isinstance(key, str | int | float | bytes | None) else f"({type(key).__name__})"
 
 
 def _is_counter(value: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -105,15 +106,19 @@ def open_torch_file(path: Path) -> Iterator[TorchFile]:
         StorageError: the file cannot be opened.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        # O_NONBLOCK: a pipe of that name must not be waited for.
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | os.O_NONBLOCK)
     except OSError as fault:
         raise StorageError(f"cannot open {path}: {fault.strerror}") from fault
     try:
-        # The reads below are small and far apart; reading ahead would drag the weights in.
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-        size = os.fstat(fd).st_size
+        status = os.fstat(fd)
+        size = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            raise SourceError(f"{path} is not a regular file")
         if size == 0:
             raise SourceError(f"{path} is empty; the save was interrupted or the disk was full")
+        # The reads below are small and far apart; reading ahead would drag the weights in.
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         if os.pread(fd, len(_LEGACY_START), 0) == _LEGACY_START:
             yield _read_legacy(fd, str(path), size)
         else:
@@ -160,8 +165,8 @@ def _read_legacy(fd: int, where: str, size: int) -> TorchFile:
         nbytes = count * sizes[str(key)]
         places[str(key)] = (position + 8, nbytes)
         position += 8 + nbytes
-    if position > size:
-        raise SourceError(f"{where}: truncated: {position} bytes expected, {size} found")
+        if position > size:
+            raise SourceError(f"{where}: truncated: {position} bytes expected, {size} found")
     return TorchFile(fd, where, root, frozenset(inert), None, places, digest)
 
 

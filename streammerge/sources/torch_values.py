@@ -51,16 +51,16 @@ class WrapperRef:
     size: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # by identity: the contents may be nested without end
 class TypedRef:
     """A tensor subclass, or a tensor that had Python attributes: the inner value and its state."""
 
     type: Global
-    inner: object
-    state: Any
+    inner: object = field(repr=False)
+    state: Any = field(repr=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # by identity: the contents may be nested without end
 class UnreadableRef:
     """A tensor that cannot be turned into bytes, and why; an error only when it is needed."""
 
@@ -79,6 +79,8 @@ def storage_ref(pid: object) -> StorageRef | UnreadableRef:
     if not (isinstance(pid, tuple) and len(pid) in (5, 6) and pid[0] == "storage"):
         raise SourceError("a persistent id is not a storage")
     kind, key, numel = pid[1], pid[2], pid[4]
+    if len(pid) == 6 and pid[5] is not None:  # torch < 0.4
+        raise UnsupportedError("a storage is a view of another one, as very old torch versions wrote; re-save the file")
     if not (isinstance(kind, Global) and isinstance(key, str | int) and _count(numel)):
         raise SourceError("a storage is described wrongly")
     try:
@@ -179,7 +181,7 @@ def _rebuild_from_type_v2(function: object, kind: object, args: object, state: o
 
 
 def _rebuild_wrapper_subclass(kind: object, dtype: object, size: object, *_: object) -> object:
-    return WrapperRef(dtype.name if isinstance(dtype, Global) else str(dtype), _sizes(size, "size"))
+    return WrapperRef(dtype.name if isinstance(dtype, Global) else "unknown", _sizes(size, "size"))
 
 
 def _unreadable(why: str) -> Any:
@@ -196,6 +198,13 @@ def _ordered_dict(items: object = ()) -> dict[Any, Any]:
             raise SourceError("an OrderedDict has a key that is no string")
         made[key] = value
     return made
+
+
+def _encode(value: object, encoding: object) -> bytes:
+    # Protocol 2 has no bytes: pickle spells them so.
+    if not isinstance(value, str) or encoding != "latin1":
+        raise UnsafeError("the pickle wants to call _codecs.encode with another encoding than latin1; nothing was run")
+    return value.encode("latin1")
 
 
 def _torch_size(items: object = ()) -> tuple[int, ...]:
@@ -227,4 +236,5 @@ FUNCTIONS: Functions = {
     ("torch", "Size"): _torch_size,
     ("collections", "OrderedDict"): _ordered_dict,
     ("builtins", "getattr"): _getattr,
+    ("_codecs", "encode"): _encode,
 }

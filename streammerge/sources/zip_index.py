@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import struct
-from dataclasses import dataclass
+import zlib
+from dataclasses import dataclass, replace
 
 from streammerge.errors import SourceError, UnsafeError
 
@@ -27,10 +28,15 @@ _SATURATED = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A member: byte offset of its local header, and size of its payload in bytes."""
+    """A member: byte offset of its local header, size of its payload in bytes, and its checksum (0: none).
+
+    ``end`` is where the next member's header, or the directory, begins.
+    """
 
     header: int
     size: int
+    crc: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +67,28 @@ class ZipIndex:
         """
         member = self.members[name]
         full = f"{self.prefix}/{name}".encode()
-        raw = _pread(self, member.header, _LOCAL.size + len(full))
-        signature, _, flags, method, *_, name_length, extra_length = _LOCAL.unpack_from(raw)
-        if (signature, name_length, raw[_LOCAL.size :], method) != (b"PK\x03\x04", len(full), full, 0):
+        fixed = _LOCAL.size + len(full)
+        # One read mostly gets the extra field as well, which pads to 64 bytes.
+        raw = os.pread(self.fd, fixed + 128, self.start + member.header)
+        if len(raw) < fixed:
+            raise SourceError(f"{self.where}: truncated in the local header of {name!r}")
+        signature, _, flags, method, _, _, crc, packed, size, name_length, extra_length = _LOCAL.unpack_from(raw)
+        if (signature, name_length, raw[_LOCAL.size : fixed], method) != (b"PK\x03\x04", len(full), full, 0):
             raise UnsafeError(f"{self.where}: the local header of {name!r} contradicts the archive's directory")
         if flags & ~(_FLAG_DESCRIPTOR | _FLAG_UTF8):
             raise UnsafeError(f"{self.where}: member {name!r} has unusual zip flags {flags:#x}")
-        offset = member.header + _LOCAL.size + name_length + extra_length
-        if offset + member.size > self.length:
-            raise SourceError(f"{self.where}: member {name!r} reaches past the end of the file; it is truncated")
+        # torch (2.1 to 2.14) leaves checksum and sizes 0 here and states them in the directory.
+        if crc not in (0, member.crc) or any(n not in (0, _SATURATED, member.size) for n in (packed, size)):
+            raise UnsafeError(f"{self.where}: the local header of {name!r} contradicts the archive's directory")
+        extra = raw[fixed : fixed + extra_length]
+        if len(extra) < extra_length:
+            extra = _pread(self, member.header + fixed, extra_length)
+        _check_extra(self, name, extra)
+        offset = member.header + fixed + extra_length
+        # Between the payload and what follows lies only a data descriptor: 16 bytes, or 24 in zip64 form.
+        gap = member.end - offset - member.size
+        if gap not in ((16, 24) if flags & _FLAG_DESCRIPTOR else (0,)):
+            raise SourceError(f"{self.where}: member {name!r} is not where its header says; the file is damaged")
         return self.start + int(offset)
 
     def read(self, name: str, limit: int) -> bytes:
@@ -84,7 +103,20 @@ class ZipIndex:
             raise SourceError(f"{self.where}: no {name!r} in the archive; is this a torch.save file?")
         if member.size > limit:
             raise UnsafeError(f"{self.where}: {name!r} has {member.size} bytes, more than any real checkpoint")
-        return _pread(self, self.payload_offset(name) - self.start, member.size)
+        raw = _pread(self, self.payload_offset(name) - self.start, member.size)
+        # torch.serialization.set_crc32_options(False) writes 0 (torch 2.13).
+        if member.crc and zlib.crc32(raw) != member.crc:
+            raise SourceError(f"{self.where}: {name!r} is damaged: its checksum is wrong")
+        return raw
+
+
+def _check_extra(index: ZipIndex, name: str, raw: bytes) -> None:
+    """The local extra field moves the payload, so its records must add up to its length."""
+    at = 0
+    while at + 4 <= len(raw):
+        at += 4 + struct.unpack_from("<H", raw, at + 2)[0]
+    if at != len(raw):
+        raise UnsafeError(f"{index.where}: the local header of {name!r} is damaged")
 
 
 def _pread(index: ZipIndex, offset: int, size: int) -> bytes:
@@ -106,7 +138,7 @@ def read_zip_index(fd: int, where: str, start: int, length: int) -> ZipIndex:
     if size > _MAX_CENTRAL_BYTES or offset + size > length:
         raise UnsafeError(f"{where}: the archive's directory claims {size} bytes at {offset}")
     found = _central_entries(index, _pread(index, offset, size), count)
-    _check_disjoint(where, found, offset)
+    found = _with_ends(where, found, offset)
     prefix = _top_folder(where, found)
     members = {name[len(prefix) + 1 :]: member for name, member in found.items()}
     return ZipIndex(fd, where, start, length, members, prefix)
@@ -133,7 +165,11 @@ def _directory_place(index: ZipIndex) -> tuple[int, int, int]:
         raw = _pread(index, end - _END64_LOCATOR.size, _END64_LOCATOR.size)
         signature, _, place, disks = _END64_LOCATOR.unpack(raw)
         if signature == b"PK\x06\x07":
+            if place + _END64.size != end - _END64_LOCATOR.size:
+                raise UnsafeError(f"{index.where}: malformed zip64 locator")
             return _directory_place_64(index, place, disks, (count, size, offset))
+    if offset + size != end:
+        raise UnsafeError(f"{index.where}: the archive's directory does not end where its end record begins")
     return count, size, offset
 
 
@@ -143,6 +179,8 @@ def _directory_place_64(index: ZipIndex, place: int, disks: int, small: tuple[in
     signature, *_, here, count, size, offset = _END64.unpack(_pread(index, place, _END64.size))
     if signature != b"PK\x06\x06" or here != count:
         raise UnsafeError(f"{index.where}: malformed zip64 end record")
+    if offset + size != place:
+        raise UnsafeError(f"{index.where}: the archive's directory does not end where its end record begins")
     # torch always writes both records; an unsaturated field that differs is a trick on other readers.
     for value, large, limit in zip(small, (count, size, offset), (0xFFFF, _SATURATED, _SATURATED), strict=True):
         if value not in (large, limit):
@@ -157,7 +195,7 @@ def _central_entries(index: ZipIndex, raw: bytes, count: int) -> dict[str, Membe
         if at + _CENTRAL.size > len(raw):
             raise SourceError(f"{index.where}: the archive's directory is cut short")
         fields = _CENTRAL.unpack_from(raw, at)
-        signature, _, _, flags, method, _, _, _, packed, size, name_size, extra_size, note_size = fields[:13]
+        signature, _, _, flags, method, _, _, crc, packed, size, name_size, extra_size, note_size = fields[:13]
         header = fields[-1]
         body = at + _CENTRAL.size
         at = body + name_size + extra_size + note_size
@@ -172,7 +210,9 @@ def _central_entries(index: ZipIndex, raw: bytes, count: int) -> dict[str, Membe
             raise UnsafeError(f"{index.where}: member {name!r} has unusual zip flags {flags:#x} (encrypted?)")
         if name in found:
             raise UnsafeError(f"{index.where}: member {name!r} occurs twice in the archive")
-        found[name] = Member(header, size)
+        found[name] = Member(header, size, crc, 0)
+    if at != len(raw):
+        raise UnsafeError(f"{index.where}: the archive's directory holds more than its entries")
     return found
 
 
@@ -206,15 +246,18 @@ def _saturated_fields(where: str, name: str, extra: bytes, size: int, packed: in
     return values[0], values[1], values[2]
 
 
-def _check_disjoint(where: str, found: dict[str, Member], directory: int) -> None:
+def _with_ends(where: str, found: dict[str, Member], directory: int) -> dict[str, Member]:
     previous_end, previous = 0, ""
-    for name, member in sorted(found.items(), key=lambda item: item[1].header):
+    ordered = sorted(found.items(), key=lambda item: item[1].header)
+    for name, member in ordered:
         if member.header < previous_end:
             raise UnsafeError(f"{where}: members {previous!r} and {name!r} overlap")
         previous_end = member.header + _LOCAL.size + len(name.encode()) + member.size
         previous = name
     if previous_end > directory:
         raise UnsafeError(f"{where}: member {previous!r} reaches into the archive's directory")
+    ends = [member.header for _, member in ordered[1:]] + [directory]
+    return {name: replace(member, end=end) for (name, member), end in zip(ordered, ends, strict=False)}
 
 
 def _top_folder(where: str, found: dict[str, Member]) -> str:

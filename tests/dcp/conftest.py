@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.dcp.dcp_support import State, save
 from tests.dcp.dcp_real_ranks import run_ranks
+from tests.dcp.dcp_support import State, save
 
 
 @pytest.fixture(scope="session")

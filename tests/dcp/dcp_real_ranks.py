@@ -1,6 +1,6 @@
 """Checkpoints of three communicating processes (gloo), each saved by the framework's own calls.
 
-    python -m tests.dcp.dcp_real_ranks HF_FOLDER OUT
+python -m tests.dcp.dcp_real_ranks HF_FOLDER OUT
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def shards(weights_of: State, tmp_path: Path) -> Path:
 
 
 def test_shards(shards: Path, hf_folder: Path, tmp_path: Path) -> None:
-    found = merged(shards, tmp_path / "out", hf_config=hf_folder, check=True)
+    found = merged(shards, tmp_path / "out", hf_config=hf_folder)
     assert found == read_folder(hf_folder)
     assert torch.equal(logits(tmp_path / "out"), logits(hf_folder))
 

@@ -105,9 +105,20 @@ def _deepseek(**more: Any) -> Any:
 
     config = DeepseekV3Config(
         **{
-            **_SIZES, **_MOE, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
-            "first_k_dense_replace": 1, "n_shared_experts": 1, "q_lora_rank": 6, "kv_lora_rank": 8,
-            "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4, **more,
+            **_SIZES,
+            **_MOE,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+            "q_lora_rank": 6,
+            "kv_lora_rank": 8,
+            "qk_nope_head_dim": 4,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 4,
+            **more,
         }  # fmt: skip
     )
     return DeepseekV3ForCausalLM(config)
@@ -203,7 +214,10 @@ def test_rotary_table_of_older_versions_is_dropped(models: Models, tmp_path: Pat
 def test_both_spellings_at_once(models: Models, tmp_path: Path) -> None:
     """One of the two would be lost."""
     folder, _, state = models("llama, GQA")
-    for extra, known in (("lm_head.weight", "output.weight"), ("layers.0.attention.qkv_linear.wq.weight", "layers.0.attention.wq.weight")):
+    for extra, known in (
+        ("lm_head.weight", "output.weight"),
+        ("layers.0.attention.qkv_linear.wq.weight", "layers.0.attention.wq.weight"),
+    ):
         source = save({**state, extra: state[known] + 1}, tmp_path / extra)
         with pytest.raises(SourceError, match=re.escape(extra)):
             streammerge.plan(source, "never", hf_config=folder)

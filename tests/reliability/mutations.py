@@ -10,11 +10,27 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 __all__ = ["CRAFTED", "SILENT", "Checkpoint", "Mutation"]
 
 _NUMBERS = (0, 1, 2, 7, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFE, 0xFFFFFFFF, 1 << 40, (1 << 63) - 1)
-_VALUES = (None, True, -1, 0, 1 << 70, 1e308, "", "\0", "a" * 5000, [], {}, [[]] * 50, {"": None}, "../../x")
+_VALUES: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    0,
+    1 << 70,
+    1e308,
+    "",
+    "\0",
+    "a" * 5000,
+    [],
+    {},
+    [[]] * 50,
+    {"": None},
+    "../../x",
+)
 
 
 @dataclass

@@ -26,7 +26,7 @@ def test_damaged_and_hostile_checkpoints() -> None:
     assert len([name for name, count in total.outcomes.items() if count]) >= 3, "the damage does nothing"
 
 
-@pytest.mark.parametrize("mutation", sorted({*SILENT, *CRAFTED}, key=lambda one: one.__name__))
+@pytest.mark.parametrize("mutation", [*SILENT, *dict.fromkeys(CRAFTED)])
 def test_mutations_change_something(mutation: object) -> None:
     intact = Checkpoint.read(checkpoints()[0])
     changed = 0

@@ -23,7 +23,7 @@ from tests.reliability.oplog import Op, operations, trace_options
 
 pytestmark = [needs_strace, pytest.mark.timeout(3600 if FULL else 300)]
 
-RANDOM_CRASHES = 60 if FULL else 16
+RANDOM_CRASHES = 60 if FULL else 20
 RESUMED = 400 if FULL else 12
 THREADED = tuple(
     replace(case, name=f"{case.name}-threaded", steps=replace(case.steps, inline=False)) for case in CASES[1:4]

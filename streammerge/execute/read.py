@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from streammerge.errors import SourceError
+from streammerge.execute.page_cache import is_cached
 from streammerge.files import io_errors
 from streammerge.tensors.catalogue import SourceFile
 
@@ -134,8 +135,11 @@ class _DirectReader:
         return self._view[offset - start : end - start]
 
     def _from_cache(self, file: int, offset: int, size: int) -> bool:
-        try:
-            return os.preadv(self._cached.fd(file), [self._view[:size]], offset, _RWF_NOWAIT) == size
+        fd = self._cached.fd(file)
+        if not is_cached(fd, offset, size):
+            return False
+        try:  # what was evicted in the meantime is read directly
+            return os.preadv(fd, [self._view[:size]], offset, _RWF_NOWAIT) == size
         except OSError as fault:
             if fault.errno in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL):
                 return False

@@ -19,8 +19,8 @@ from tests.support.raw import Raw, of_torch, read_folder
 from tests.support.results import merge_tightly
 
 __all__ = [
-    "State", "chunk_of", "cut_in_rows", "edited_metadata", "logits", "merged", "module_of", "raws", "rows_of_rank", "save",
-    "save_ranks", "stepped",
+    "State", "chunk_of", "cut_in_rows", "edited_metadata", "logits", "merged", "module_of", "raws", "rows_of_rank",
+    "save", "save_ranks", "stepped",
 ]  # fmt: skip
 
 State = dict[str, torch.Tensor]

@@ -61,7 +61,8 @@ def test_scalars_that_torch_loses(small: State, tmp_path: Path) -> None:
     """torch's own consolidation writes 0 for 0-dim tensors (2.13); the merge does not."""
     folder = write(small, tmp_path / "ckpt", enable_consolidation=True)
     theirs = {name: t for path in folder.glob("model-*.safetensors") for name, t in load_file(path).items()}
-    assert theirs["model.scale"].item() == 0.0  # when this fails, torch has repaired it
+    if torch.__version__.startswith("2.13."):
+        assert theirs["model.scale"].item() == 0.0
     assert torch.equal(theirs["model.norm.weight"], small["model.norm.weight"])
     assert merged(folder, tmp_path / "out") == raws(small)
 

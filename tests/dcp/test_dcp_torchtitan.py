@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,40 +14,11 @@ import torch.distributed.checkpoint as dcp
 import streammerge
 from streammerge.errors import SourceError, UnsupportedError, UsageError
 from tests.dcp.dcp_support import State, logits, merged, rows_of_rank, save, save_ranks
+from tests.dcp.dcp_titan_names import SIZES, titan_name
 from tests.support.raw import read_folder
 
-_SIZES: dict[str, Any] = {
-    "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 21,
-    "tie_word_embeddings": False, "dtype": torch.float32, "max_position_embeddings": 32,
-}  # fmt: skip
 _MOE: dict[str, Any] = {"moe_intermediate_size": 8, "num_experts_per_tok": 2}
 
-_NAMES = {
-    r"model\.embed_tokens\.": "tok_embeddings.",
-    r"model\.norm\.": "norm.",
-    r"lm_head\.": "output.",
-    r"model\.layers\.(\d+)\.": r"layers.\1.",
-    r"\.input_layernorm\.": ".attention_norm.",
-    r"\.post_attention_layernorm\.": ".ffn_norm.",
-    r"self_attn\.([qkv])_proj\.": r"attention.w\1.",
-    r"self_attn\.o_proj\.": "attention.wo.",
-    r"self_attn\.([qk])_norm\.": r"attention.\1_norm.",
-    r"self_attn\.q_a_proj\.": "attention.wq_a.",
-    r"self_attn\.q_a_layernorm\.": "attention.q_norm.",
-    r"self_attn\.q_b_proj\.": "attention.wq_b.",
-    r"self_attn\.kv_a_proj_with_mqa\.": "attention.wkv_a.",
-    r"self_attn\.kv_a_layernorm\.": "attention.kv_norm.",
-    r"self_attn\.kv_b_proj\.": "attention.wkv_b.",
-    r"(mlp|feed_forward)\.shared_experts?\.gate_proj\.": "moe.shared_experts.w1.",
-    r"(mlp|feed_forward)\.shared_experts?\.up_proj\.": "moe.shared_experts.w3.",
-    r"(mlp|feed_forward)\.shared_experts?\.down_proj\.": "moe.shared_experts.w2.",
-    r"mlp\.gate_proj\.": "feed_forward.w1.",
-    r"mlp\.up_proj\.": "feed_forward.w3.",
-    r"mlp\.down_proj\.": "feed_forward.w2.",
-    r"mlp\.gate\.weight": "moe.router.gate.weight",
-    r"feed_forward\.router\.weight": "moe.router.gate.weight",
-    r"mlp\.gate\.e_score_correction_bias": "moe.expert_bias",
-}
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 _WHICH = {"gate": "w1", "down": "w2", "up": "w3"}
 
@@ -57,13 +27,6 @@ def pairs(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """Rows of each head from halves, as Hugging Face rotates, to neighbouring pairs."""
     rows, columns = weight.shape
     return weight.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns).contiguous()
-
-
-def titan_name(name: str) -> str:
-    """The name of a tensor that is not an expert's."""
-    for pattern, new in _NAMES.items():
-        name = re.sub(pattern, new, name)
-    return name
 
 
 def to_titan(weights: State, config: Any) -> State:
@@ -84,19 +47,19 @@ def to_titan(weights: State, config: Any) -> State:
 def _llama(**more: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**{**_SIZES, "num_key_value_heads": 2, **more}))
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_key_value_heads": 2, **more}))
 
 
 def _qwen3(**more: Any) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    return Qwen3ForCausalLM(Qwen3Config(**{**_SIZES, "num_key_value_heads": 2, "head_dim": 8, **more}))
+    return Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "num_key_value_heads": 2, "head_dim": 8, **more}))
 
 
 def _qwen3_moe() -> Any:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = Qwen3MoeConfig(**_SIZES, **_MOE, num_key_value_heads=2, head_dim=8, num_experts=4)
+    config = Qwen3MoeConfig(**SIZES, **_MOE, num_key_value_heads=2, head_dim=8, num_experts=4)
     return Qwen3MoeForCausalLM(config)
 
 
@@ -105,7 +68,7 @@ def _deepseek(**more: Any) -> Any:
 
     config = DeepseekV3Config(
         **{
-            **_SIZES,
+            **SIZES,
             **_MOE,
             "num_key_value_heads": 4,
             "n_routed_experts": 4,
@@ -119,7 +82,7 @@ def _deepseek(**more: Any) -> Any:
             "qk_rope_head_dim": 4,
             "v_head_dim": 4,
             **more,
-        }  # fmt: skip
+        }
     )
     return DeepseekV3ForCausalLM(config)
 
@@ -265,58 +228,3 @@ def test_expert_stacks_of_another_shape(shape: tuple[int, ...], models: Models, 
     name = "layers.0.moe.experts.w1"
     with pytest.raises(SourceError, match=r"experts"):
         streammerge.plan(save({**state, name: torch.ones(shape)}, tmp_path / "ckpt"), "never", hf_config=folder)
-
-
-def _titan_llama4(weights: State) -> State:
-    made = {}
-    for name, tensor in weights.items():
-        name = name.removeprefix("language_model.")
-        layer = re.search(r"layers\.(\d+)\.", name)
-        if name.endswith("experts.gate_up_proj"):
-            for which, half in zip(("w1", "w3"), tensor.chunk(2, dim=-1), strict=True):
-                made[f"layers.{layer[1]}.moe.experts.{which}"] = half.transpose(1, 2).contiguous()  # type: ignore[index]
-        elif name.endswith("experts.down_proj"):
-            made[f"layers.{layer[1]}.moe.experts.w2"] = tensor.transpose(1, 2).contiguous()  # type: ignore[index]
-        else:
-            made[titan_name(name)] = tensor
-    return made
-
-
-@pytest.fixture(scope="module")
-def llama4(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny text model of Llama 4, every layer with experts."""
-    from transformers import Llama4ForCausalLM, Llama4TextConfig
-
-    torch.manual_seed(6)
-    config = Llama4TextConfig(
-        **_SIZES, num_key_value_heads=2, head_dim=4, intermediate_size_mlp=12, num_local_experts=3,
-        num_experts_per_tok=1, interleave_moe_layer_step=1,
-    )  # fmt: skip
-    model = Llama4ForCausalLM(config)
-    for tensor in model.state_dict().values():
-        tensor.normal_(std=0.3)
-    folder = tmp_path_factory.mktemp("llama4")
-    model.save_pretrained(folder)
-    return folder
-
-
-def test_llama4_text_model(llama4: Path, tmp_path: Path) -> None:
-    """Merged under the names of the class in the config."""
-    from safetensors.torch import load_file
-
-    source = save(_titan_llama4(load_file(llama4 / "model.safetensors")), tmp_path / "ckpt")
-    assert merged(source, tmp_path / "out", hf_config=llama4) == read_folder(llama4)
-    assert torch.equal(logits(tmp_path / "out"), logits(llama4))
-
-
-def test_llama4_names_of_the_multimodal_model(llama4: Path, tmp_path: Path) -> None:
-    """Meta's config is `llama4`: the text part sits below `language_model`, as torchtitan's own export says."""
-    from safetensors.torch import load_file
-
-    weights = load_file(llama4 / "model.safetensors")
-    config = {"model_type": "llama4", "text_config": json.loads((llama4 / "config.json").read_text())}
-    (tmp_path / "config").mkdir()
-    (tmp_path / "config" / "config.json").write_text(json.dumps(config))
-    source = save(_titan_llama4(weights), tmp_path / "ckpt")
-    found = merged(source, tmp_path / "out", hf_config=tmp_path / "config")
-    assert found == {f"language_model.{name}": raw for name, raw in read_folder(llama4).items()}

@@ -31,12 +31,13 @@ class Point:
         return f"{self.name} {self.count} ({self.what})"
 
 
-def sample(points: Iterable[Point]) -> list[Point]:
-    """The first, the middle and the last of each kind of call."""
+def sample(points: Iterable[Point], *, middle: bool = True) -> list[Point]:
+    """The first, the last and (unless not ``middle``) the middle of each kind of call."""
     kinds: dict[str, list[Point]] = defaultdict(list)
     for point in points:
         kinds[point.name].append(point)
-    return sorted({some for found in kinds.values() for some in (found[0], found[len(found) // 2], found[-1])})
+    places = [(0, len(found) // 2 if middle else 0, -1) for found in kinds.values()]
+    return sorted({found[at] for found, at3 in zip(kinds.values(), places, strict=True) for at in at3})
 
 
 class Stage:

@@ -157,6 +157,15 @@ def test_suspending_after_the_failure(
     assert kept() == []
 
 
+def test_short_appends_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:10]))
+    fd = files.open_journal(tmp_path / "journal", goes_on=False)
+    files.append(fd, b"a line that is longer than ten bytes\n")
+    os.close(fd)
+    assert (tmp_path / "journal").read_bytes() == b"a line that is longer than ten bytes\n"
+
+
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     golden = golden_of(CASE, tmp_path / "golden")
     pwrite, write, writev = os.pwrite, os.write, os.pwritev

@@ -121,8 +121,8 @@ def test_damage_is_harmless_or_refused(name: str, count: int, sharded_small: Pat
 
 _VALUES: tuple[Any, ...] = (
     None, True, -1, 0, 1, 2**31, 2**63, -(2**70), 0.5, float("nan"), "", "x", "../x", b"x", (), (0,), (-1,), (2**63,),
-    ("x",), (None,), ((0,),), ([],), [], [0], [None], [[]], {}, {"x": 1}, {0: 0}, frozenset(), torch.Size([2]), torch.float32,
-    ChunkStorageMetadata(torch.Size([0]), torch.Size([2])), BytesStorageMetadata(),
+    ("x",), (None,), ((0,),), ([],), [], [0], [None], [[]], {}, {"x": 1}, {0: 0}, frozenset(), torch.Size([2]),
+    torch.float32, ChunkStorageMetadata(torch.Size([0]), torch.Size([2])), BytesStorageMetadata(),
 )  # fmt: skip
 
 

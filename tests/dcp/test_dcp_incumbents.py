@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.utils import merge_fsdp_weights
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.dcp.dcp_support import merged, raws
 from tests.support.data import DATA
 from tests.support.raw import read_folder
 
+merge_fsdp_weights = pytest.importorskip("accelerate.utils").merge_fsdp_weights
 FOLDERS = ["nested", "flat", "accelerate/pytorch_model_fsdp_0", "async", "fsdp1", "pipeline"]
 
 

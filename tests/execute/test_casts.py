@@ -39,7 +39,7 @@ def by_torch(source: np.ndarray[Any, Any], stored: str, written: str) -> bytes:
     values = torch.from_numpy(source.copy()).view(getattr(torch, stored)).reshape(-1)
     converted = values.to(getattr(torch, written))
     vectorised = stored == "float32" and torch.backends.cpu.get_cpu_capability().startswith("AVX")
-    if written == "bfloat16" and not vectorised:
+    if written == "bfloat16" != stored and not vectorised:
         # torch's NaN bits depend on the layout here; ours are always those of its vector code for float32.
         converted.view(torch.int16)[values.isnan()] = -1
     return bytes(converted.view(torch.uint8).numpy()) if converted.numel() else b""

@@ -37,7 +37,7 @@ def sample(points: Iterable[Point], *, middle: bool = True) -> list[Point]:
     for point in points:
         kinds[point.name].append(point)
     places = [(0, len(found) // 2 if middle else 0, -1) for found in kinds.values()]
-    return sorted({found[at] for found, at3 in zip(kinds.values(), places, strict=True) for at in at3})
+    return sorted({found[at] for found, ats in zip(kinds.values(), places, strict=True) for at in ats})
 
 
 class Stage:

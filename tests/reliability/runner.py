@@ -58,7 +58,7 @@ class Steps:
         patch(memory, "_TILE_SIZES", (self.tile,))
         patch(schedule, "_FLUSH_BYTES", self.flush)
         if self.inline:
-            stub = SimpleNamespace(Thread=_InlineThread, Event=threading.Event, Lock=threading.Lock)
+            stub = SimpleNamespace(**{**vars(threading), "Thread": _InlineThread})
             patch(engine, "threading", stub)
         if self.pause:
             for module, name in ((files, "pwrite_all"), (files, "write_file"), (compare, "run_copies")):

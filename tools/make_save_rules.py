@@ -103,9 +103,7 @@ def model_classes() -> dict[str, list[str]]:
         for model_type, names in getattr(modeling_auto, f"{mapping}_MAPPING_NAMES").items():
             for name in _as_names(names):
                 found.setdefault(name, []).append(model_type)
-    return {
-        name: sorted(set(types), key=lambda t: (t != _own_type(name), t)) for name, types in found.items()
-    }
+    return {name: sorted(set(types), key=lambda t: (t != _own_type(name), t)) for name, types in found.items()}
 
 
 def _own_type(name: str) -> str | None:

@@ -122,7 +122,10 @@ _TABLES = {
     "qwen3_moe": _both_spellings(_QWEN3),
     "deepseek_v3": _both_spellings(_DEEPSEEK),
     "llama4": _both_spellings(_LLAMA4),
-    "llama4_text": _both_spellings(_LLAMA4),
+    "llama4_text": {
+        name: _Rule(rule.name.removeprefix("language_model."), rule.layout)
+        for name, rule in _both_spellings(_LLAMA4).items()
+    },
 }
 _LAYER = re.compile(r"^layers\.(\d+)\.")
 
@@ -156,6 +159,9 @@ def from_torchtitan(
     dropped: dict[str, str] = {}
     stacks: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
+        if name == "freqs_cis":
+            dropped[name] = "a rotary table, computed from the config"
+            continue
         layer = _LAYER.match(name)
         number = layer[1] if layer else ""
         rule = table.get(_LAYER.sub("layers.{L}.", name))
@@ -167,9 +173,15 @@ def from_torchtitan(
         if rule.layout == "drop":
             dropped[name] = "a load balancing bias that the Hugging Face model does not have"
         elif rule.layout == "experts":
+            if len(tensor.shape) != 3 or config.experts not in (None, tensor.shape[0]):
+                raise SourceError(
+                    f"{name} has shape {list(tensor.shape)}, but the config says {config.experts} experts"
+                )
             made |= {target.replace("{E}", str(e)): select(tensor, 0, e) for e in range(tensor.shape[0])}
         elif rule.layout in ("gate_of_stack", "up_of_stack"):
             stacks.setdefault(target, {})[rule.layout] = _swapped(tensor)
+        elif target in made:
+            raise SourceError(f"{name} occurs twice, in an older and a newer spelling")
         else:
             made[target] = _LAYOUTS[rule.layout](tensor, config, name)
     for target, parts in stacks.items():
@@ -192,7 +204,7 @@ def _halves(heads_field: str) -> Callable[[Tensor, ModelConfig, str], Tensor]:
 
     def layout(tensor: Tensor, config: ModelConfig, name: str) -> Tensor:
         heads = config.raw.get(heads_field) or config.raw.get("num_attention_heads")
-        rows = tensor.shape[0]
+        rows = tensor.shape[0] if tensor.shape else 1
         if not isinstance(heads, int) or heads <= 0 or rows % (2 * heads):
             raise SourceError(f"{name} has {rows} rows, which is not a whole number of pairs for {heads} heads")
         size = rows // heads

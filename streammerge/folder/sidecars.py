@@ -13,7 +13,7 @@ __all__ = ["Sidecars", "find_sidecars"]
 _MAX_BYTES = 1 << 30
 _SUFFIXES = {".json", ".jinja", ".txt", ".model", ".py", ".tiktoken", ".spm", ".bpe", ".vocab"}
 # Loaders act on these, and they describe something other than the merged model.
-_NEVER = {"adapter_config.json", "trainer_state.json", "requirements.txt"}
+_NEVER = {"adapter_config.json", "trainer_state.json", "requirements.txt", "fqn_to_file_index_mapping.json"}
 _FOLDERS = {"additional_chat_templates"}
 
 

@@ -106,7 +106,7 @@ class Plan:
         or shard orders are not in it."""
         digest = hashlib.sha256()
         for source in self.sources:
-            place = source.path.absolute()
+            place = source.origin or source.path.absolute()
             digest.update(f"{place}\0{source.size}\0{source.mtime_ns}\0{source.digest}\0".encode())
         for file in self.files:
             digest.update(f"{file.name}\0{file.size}\0".encode() + file.header)

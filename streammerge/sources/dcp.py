@@ -12,7 +12,7 @@ from streammerge.sources.dcp_items import ItemFiles
 from streammerge.sources.dcp_metadata import Chunk, DcpMetadata, DcpTensor, dtype_of, metadata_files, read_metadata
 from streammerge.sources.locate import config_beside
 from streammerge.sources.state_dict import refuse_flat_parameter
-from streammerge.sources.subtree import choose_subtree
+from streammerge.sources.subtree import choose_subtree, holds_model
 from streammerge.tensors.catalogue import Catalogue, Entry, EqualityCheck
 from streammerge.tensors.fragment import Fragment
 
@@ -24,8 +24,8 @@ def has_model(folder: Path) -> bool:
     files = metadata_files(folder)
     if not files:
         return any(folder.glob("__*_*.distcp")) or any(folder.glob(".metadata.tmp"))
-    tensors = read_metadata(files).tensors
-    return not tensors or any("state" not in {part.partition(".")[0] for part in path} for path in tensors)
+    metadata = read_metadata(files)
+    return holds_model({path: not tensor.size for path, tensor in metadata.tensors.items()}, metadata.others)
 
 
 def open_dcp(folder: Path, *, subtree: str | None = None) -> Catalogue:
@@ -50,6 +50,7 @@ def open_dcp(folder: Path, *, subtree: str | None = None) -> Catalogue:
     for name in model:
         refuse_flat_parameter(name, str(folder))
     _check_files(folder, model)
+    _check_ranks(folder, files)
     items = ItemFiles(folder, metadata.digest)
     placed = _locate(items, model)
     entries: dict[str, Entry] = {}
@@ -83,6 +84,16 @@ def _check_files(folder: Path, model: Mapping[str, DcpTensor]) -> None:
     if missing:
         shown = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
         raise SourceError(f"{folder}: {len(missing)} of {len(needed)} files are missing: {shown}")
+
+
+def _check_ranks(folder: Path, files: list[Path]) -> None:
+    """Ranks that saved for themselves have a metadata file each."""
+    if files[0].name == ".metadata":
+        return
+    known = {path.name.removesuffix(".metadata") for path in files}
+    lost = sorted(path.name for path in folder.glob("__*_*.distcp") if path.name.rpartition("_")[0] not in known)
+    if lost:
+        raise SourceError(f"{folder}: {lost[0]} is there, but {lost[0].rpartition('_')[0]}.metadata is missing")
 
 
 def _locate(items: ItemFiles, model: Mapping[str, DcpTensor]) -> dict[str, list[Fragment]]:

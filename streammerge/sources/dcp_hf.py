@@ -42,7 +42,9 @@ def open_hf_shards(folder: Path) -> Catalogue:
     """
     files: list[SourceFile] = []
     found: dict[str, list[tuple[Fragment, DType]]] = {}
-    for path in sorted(folder.glob(_PATTERN)):
+    paths = sorted(folder.glob(_PATTERN))
+    _check_names(folder, {path.name for path in paths})
+    for path in paths:
         header = read_safetensors_header(path)
         offsets = _saved_offsets(path, header)
         for name, item in header.items.items():
@@ -56,6 +58,18 @@ def open_hf_shards(folder: Path) -> Catalogue:
         digest = xxhash.xxh3_128_hexdigest(header.raw)
         files.append(SourceFile(path, status.st_size, status.st_mtime_ns, digest))
     return _catalogue(folder, files, found)
+
+
+def _check_names(folder: Path, names: set[str]) -> None:
+    """A file that another one's name speaks of exists for some rank at least."""
+    parts = {name.partition("-model-")[2] for name in names}
+    for part in sorted(parts):
+        number = part.removesuffix(".safetensors").partition("-of-")[2]
+        if number.isdigit() and int(number) < 100_000:
+            for i in range(1, int(number) + 1):
+                wanted = f"{i:05}-of-{number}.safetensors"
+                if wanted not in parts:
+                    raise SourceError(f"{folder}: no shard-*-model-{wanted} is there")
 
 
 def _catalogue(folder: Path, files: list[SourceFile], found: Mapping[str, list[tuple[Fragment, DType]]]) -> Catalogue:

@@ -60,11 +60,11 @@ class ItemFiles:
         finally:
             os.close(fd)
 
-    def _number(self, path: Path) -> int:
+    def _number(self, path: Path, origin: str = "") -> int:
         if path not in self._numbers:
             status = path.stat()
             self._numbers[path] = len(self.sources)
-            self.sources.append(SourceFile(path, status.st_size, status.st_mtime_ns, self._digest))
+            self.sources.append(SourceFile(path, status.st_size, status.st_mtime_ns, self._digest, origin))
         return self._numbers[path]
 
     def _in_archive(self, fd: int, path: Path, size: int, name: str, dtype: DType, chunk: Chunk) -> Fragment:
@@ -83,7 +83,10 @@ class ItemFiles:
         inflated = os.open(spool, os.O_RDONLY | os.O_CLOEXEC)
         try:
             length = os.fstat(inflated).st_size
-            return _archive_fragment(inflated, where, 0, length, self._number(spool), dtype, chunk)
+            stored = os.fstat(fd)
+            os.utime(spool, ns=(stored.st_mtime_ns, stored.st_mtime_ns))
+            origin = f"{path.absolute()}@{chunk.offset}"
+            return _archive_fragment(inflated, where, 0, length, self._number(spool, origin), dtype, chunk)
         finally:
             os.close(inflated)
 

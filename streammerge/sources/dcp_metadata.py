@@ -113,12 +113,16 @@ def _join(tensors: dict[KeyPath, DcpTensor], others: dict[KeyPath, None], state:
     if not isinstance(entries, dict) or not isinstance(storage, dict) or not isinstance(paths, dict):
         raise SourceError(f"{where}: the metadata lacks its tables")
     places = _places(storage, where)
+    seen: set[KeyPath] = set()
     for key, entry in entries.items():
         path = _key_path(paths.get(key, (key,)), where)
         if not isinstance(entry, Record) or entry.type_name != "TensorStorageMetadata":
             others[path] = None
             continue
         found = _tensor(str(key), entry.attributes, places, where)
+        if path in seen:
+            raise SourceError(f"{where}: {'.'.join(path)} occurs twice, once as {key}")
+        seen.add(path)
         known = tensors.setdefault(path, found)
         if known is not found:
             if (known.dtype, known.size) != (found.dtype, found.size):
@@ -140,7 +144,7 @@ def _places(storage: dict[Any, Any], where: str) -> dict[tuple[str, Index], Reco
         key, offset = state.get("fqn"), state.get("offset")
         if not isinstance(key, str) or not isinstance(info, Record):
             raise SourceError(f"{where}: a malformed entry of storage_data")
-        places[key, offset if isinstance(offset, tuple) else ()] = info
+        places[key, () if offset is None else _index(offset, f"{where}: {key}")] = info
     return places
 
 
@@ -151,8 +155,9 @@ def _tensor(key: str, state: dict[str, Any], places: dict[tuple[str, Index], Rec
     dtype = kind[0] if isinstance(kind, tuple) and kind else None
     if isinstance(kind, dict):
         dtype = kind.get("dtype")
-    if not isinstance(dtype, Global) or not isinstance(size, tuple) or not isinstance(chunks, list):
+    if not isinstance(dtype, Global) or not isinstance(chunks, list):
         raise SourceError(f"{where}: {key} is described wrongly")
+    size = _index(size, f"{where}: {key}")
     tensor = DcpTensor(key, dtype.name, size)
     for chunk in chunks:
         box = _box(chunk, len(size), f"{where}: {key}")
@@ -167,8 +172,8 @@ def _tensor(key: str, state: dict[str, Any], places: dict[tuple[str, Index], Rec
 
 def _box(chunk: object, num_dims: int, where: str) -> Box:
     state = chunk.attributes if isinstance(chunk, Record) else {}
-    start, sizes = state.get("offsets"), state.get("sizes")
-    if not isinstance(start, tuple) or not isinstance(sizes, tuple) or not len(start) == len(sizes) == num_dims:
+    start, sizes = _index(state.get("offsets"), where), _index(state.get("sizes"), where)
+    if not len(start) == len(sizes) == num_dims:
         raise SourceError(f"{where}: a malformed chunk")
     return Box(start, sizes)
 
@@ -180,14 +185,28 @@ def _chunk(box: Box, state: dict[str, Any], where: str) -> Chunk:
     if min(offset, length) < 0 or "/" in file or "\\" in file or file in ("", ".", ".."):
         raise UnsafeError(f"{where}: the place {file!r} of a chunk leaves the folder or is negative")
     transforms = state.get("transform_descriptors") or ()
-    return Chunk(box, file, offset, length, tuple(str(one) for one in transforms))
+    if not isinstance(transforms, list | tuple) or not all(isinstance(one, str) for one in transforms):
+        raise SourceError(f"{where}: malformed transforms of a chunk")
+    return Chunk(box, file, offset, length, tuple(transforms))
+
+
+def _index(value: object, where: str) -> Index:
+    """Sizes or offsets; also where the pickle does without ``torch.Size``, so before they are hashed."""
+    if not isinstance(value, tuple) or len(value) > 64 or not all(type(n) is int and 0 <= n < 2**62 for n in value):
+        raise SourceError(f"{where}: an impossible size or offset")
+    return value
 
 
 def _size(items: object = ()) -> Index:
-    values = tuple(items) if isinstance(items, tuple | list) else (-1,)
-    if len(values) > 64 or not all(isinstance(n, int) and 0 <= n < 2**62 for n in values):
-        raise SourceError("a tensor has an impossible size")
-    return values
+    return _index(tuple(items) if isinstance(items, list) else items, "a tensor")
 
 
-_FUNCTIONS: Functions = {("torch", "Size"): _size, ("collections", "OrderedDict"): lambda items=(): dict(items)}
+def _ordered_dict(items: object = ()) -> dict[str, Any]:
+    if not isinstance(items, list | tuple) or not all(
+        isinstance(i, list | tuple) and len(i) == 2 and isinstance(i[0], str) for i in items
+    ):
+        raise SourceError("an OrderedDict is described wrongly")
+    return dict(items)
+
+
+_FUNCTIONS: Functions = {("torch", "Size"): _size, ("collections", "OrderedDict"): _ordered_dict}

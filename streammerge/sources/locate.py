@@ -72,7 +72,14 @@ def _nothing(folder: Path) -> SourceError | UnsupportedError:
 
 def config_beside(folder: Path) -> Path | None:
     """The folder with config.json that a trainer left in, or one level above, a checkpoint's folder."""
-    for place in (folder, folder / "huggingface", folder.parent, folder.parent / "huggingface"):
+    for place in (
+        folder,
+        folder / "huggingface",
+        folder / "consolidated",
+        folder / ".hf_metadata",
+        folder.parent,
+        folder.parent / "huggingface",
+    ):
         if (place / "config.json").is_file():
             return place
     return None

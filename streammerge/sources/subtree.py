@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from streammerge.errors import SourceError, UsageError
 
-__all__ = ["choose_subtree"]
+__all__ = ["choose_subtree", "holds_model"]
 
 Value = TypeVar("Value")
 KeyPath = tuple[str, ...]
@@ -44,7 +44,7 @@ def choose_subtree(
     models = {c: t for c, t in found.items() if not all(is_counter[(*c, name)] for name in t)}
     listed = ", ".join(repr(".".join(container) or "(top)") for container in models)
     if subtree is not None:
-        chosen = [t for container, t in models.items() if ".".join(container) == subtree]
+        chosen = [t for container, t in models.items() if (".".join(container) or "(top)") == (subtree or "(top)")]
         if not chosen:
             raise UsageError(f"{where}: no tensors under {subtree!r}; there are: {listed}")
         return chosen[0]
@@ -53,6 +53,17 @@ def choose_subtree(
     if len(models) > 1:
         raise SourceError(f"{where}: holds several sets of tensors: {listed}; choose one with --subtree")
     return next(iter(models.values()))
+
+
+def holds_model(tensors: Mapping[KeyPath, bool], others: tuple[KeyPath, ...]) -> bool:
+    """Whether some tensor is not an optimizer's; also true where there is neither tensor nor optimizer."""
+    optimizers = _optimizers([*tensors, *others])
+    if not optimizers and not tensors:
+        return True
+    return any(
+        not counter and not any(path[: len(root)] == root and _is_optimizers(path, root) for root in optimizers)
+        for path, counter in tensors.items()
+    )
 
 
 def _optimizers(paths: list[KeyPath]) -> set[KeyPath]:

@@ -17,6 +17,8 @@ from streammerge.files import io_errors
 __all__ = ["inflate"]
 
 _STEP = 1 << 20
+_READ = 128 << 10
+_MAX_WINDOW = 1 << 27
 
 
 def inflate(fd: int, offset: int, length: int, target: Path, limit: int, where: str) -> None:
@@ -31,18 +33,34 @@ def inflate(fd: int, offset: int, length: int, target: Path, limit: int, where: 
         UnsafeError: it inflates to more than ``limit`` bytes.
         StorageError: the temporary file cannot be written.
     """
-    inflater = zstandard.ZstdDecompressor().decompressobj()
+    source = _Range(fd, offset, length)
+    # A reader gives out what is asked for; a decompressobj all that a piece of input inflates to, gigabytes of a bomb.
+    inflater = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).stream_reader(
+        source,  # type: ignore[arg-type]  # only its read() is used
+        read_size=_READ,
+    )
     written = 0
     with io_errors("write the temporary file", target), target.open("wb") as out:
-        for at in range(offset, offset + length, _STEP):
-            raw = os.pread(fd, min(_STEP, offset + length - at), at)
+        while True:
             try:
-                part = inflater.decompress(raw)
+                part = inflater.read(_STEP)
             except zstandard.ZstdError as fault:
                 raise SourceError(f"{where}: its item is not a zstd stream: {fault}") from fault
+            if not part:
+                break
             written += len(part)
             if written > limit:
                 raise UnsafeError(f"{where}: its item inflates to more than {limit} bytes")
             out.write(part)
-    if not inflater.eof:
-        raise SourceError(f"{where}: its item is a cut zstd stream")
+
+
+class _Range:
+    """A range of a file, to be read from front to back."""
+
+    def __init__(self, fd: int, offset: int, length: int) -> None:
+        self._fd, self._at, self._end = fd, offset, offset + length
+
+    def read(self, size: int) -> bytes:
+        raw = os.pread(self._fd, min(size, self._end - self._at), self._at)
+        self._at += len(raw)
+        return raw

@@ -21,12 +21,14 @@ class SourceFile:
         size: bytes, when it was indexed.
         mtime_ns: modification time in nanoseconds, when it was indexed.
         digest: hash of the file's metadata (what was read to index it).
+        origin: for a temporary file, what it was made from; it stands for the path in fingerprints.
     """
 
     path: Path
     size: int
     mtime_ns: int
     digest: str
+    origin: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,9 +92,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def _model(architecture: str) -> Any:
     model_type, values = FAMILIES[architecture]
     if architecture == "InternVLForConditionalGeneration":
-        values = values | {
-            "vision_config": values["vision_config"] | {"image_size": [8, 8], "patch_size": [4, 4]}
-        }
+        values = values | {"vision_config": values["vision_config"] | {"image_size": [8, 8], "patch_size": [4, 4]}}
     config = transformers.CONFIG_MAPPING[model_type](**values)
     torch.manual_seed(0)
     model = getattr(transformers, architecture)(config).to(torch.bfloat16)
@@ -231,9 +229,7 @@ def test_natural_key_is_that_of_transformers() -> None:
 
 def test_table_is_that_of_the_installed_transformers() -> None:
     if transformers.__version__ != table_version():
-        pytest.skip(
-            f"the table is of transformers {table_version()}, {transformers.__version__} is installed"
-        )
+        pytest.skip(f"the table is of transformers {table_version()}, {transformers.__version__} is installed")
     run = subprocess.run([sys.executable, str(TOOL), "--check"], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
 

@@ -13,7 +13,16 @@ from typing import Any
 import click
 
 from benchmarks import digests
-from benchmarks.contenders import BUDGET, RATIOS, Contender, contenders, merge_command, rank_files
+from benchmarks.contenders import (
+    BUDGET,
+    RATIOS,
+    Contender,
+    contenders,
+    dcp_contenders,
+    dcp_files,
+    merge_command,
+    rank_files,
+)
 from benchmarks.machine import describe_machine, today, versions, versions_in
 from benchmarks.measure import drop_caches, first_byte_seconds, measure
 from benchmarks.peer import PEER_PACKAGES, peer_environment
@@ -136,16 +145,18 @@ def compare(
         written_share: bytes of the cast output by bytes of the input.
         only: names of contenders; empty for all.
     """
-    files = rank_files(source)
+    files = dcp_files(source) or rank_files(source)
+    is_dcp = files[0].suffix == ".distcp"
     python, peer_facts = _peer(peer)
     names = place_names(SOURCE=source, WORK=work, PEER=peer)
     peer_facts = {key: scrubbed(v, names) if isinstance(v, str) else v for key, v in peer_facts.items()}
     arena = _Arena(files[0].parent, work, names)
-    taking_part = [one for one in contenders(written_share, python) if not only or one.name in only]
+    everyone = dcp_contenders() if is_dcp else contenders(written_share, python)
+    taking_part = [one for one in everyone if not only or one.name in only]
     _rounds(arena, taking_part, rounds)
     found = {name: medians(runs) for name, runs in arena.runs.items()}
     return {
-        "kind": "peers",
+        "kind": "peers-dcp" if is_dcp else "peers",
         "date": today(),
         "command": own_command("benchmarks.compare_peers", names),
         "machine": describe_machine(work),
@@ -156,7 +167,7 @@ def compare(
         "cold_cache": arena.cold,
         "ratios": ratios(found),
         "checks": digest_checks(arena.runs),
-        "first_byte": first_byte(work, rounds),
+        "first_byte": None if is_dcp else first_byte(work, rounds),
         "contenders": [
             {"name": one.name, "title": one.title, "command": arena.command(one)}
             | {"memory_limit": one.memory_limit, "medians": found[one.name], "runs": arena.runs[one.name]}

@@ -10,7 +10,16 @@ from pathlib import Path
 from benchmarks.peer import peer_command
 from streammerge.options import MergeOptions
 
-__all__ = ["BUDGET", "RATIOS", "Contender", "contenders", "merge_command", "rank_files"]
+__all__ = [
+    "BUDGET",
+    "RATIOS",
+    "Contender",
+    "contenders",
+    "dcp_contenders",
+    "dcp_files",
+    "merge_command",
+    "rank_files",
+]
 
 BUDGET = 1 << 30
 
@@ -20,6 +29,13 @@ RATIOS = (
     ("streammerge-bf16", "direct-bf16"),
     ("cp", "streammerge-keep"),
     ("verl", "streammerge-bf16"),
+    ("dcp-to-torch", "streammerge-dcp"),
+    ("accelerate", "streammerge-dcp"),
+)
+
+_DCP_TO_TORCH = (
+    "import sys, pathlib; from torch.distributed.checkpoint.format_utils import dcp_to_torch_save as convert; "
+    "pathlib.Path(sys.argv[2]).mkdir(); convert(sys.argv[1], sys.argv[2] + '/model.pt')"
 )
 
 
@@ -113,3 +129,30 @@ def contenders(written_share: float, peer_python: Path | None) -> list[Contender
         command = lambda actor, target: peer_command(python, actor, target)  # noqa: E731
         found.append(Contender("verl", title, command, digests=("tensor",)))
     return found
+
+
+def dcp_files(source: Path) -> list[Path]:
+    """The data files of a DCP folder at or below ``source``; empty when there is none."""
+    return sorted(source.rglob("__*_*.distcp"))
+
+
+def dcp_contenders() -> list[Contender]:
+    """Those that take part when the checkpoint is a DCP folder."""
+    return [
+        Contender(
+            "streammerge-dcp",
+            "streammerge, stored dtype",
+            lambda folder, target: merge_command(folder, target, "keep"),
+            digests=("file",),
+        ),
+        Contender(
+            "dcp-to-torch",
+            "torch's dcp_to_torch_save",
+            lambda folder, target: [sys.executable, "-c", _DCP_TO_TORCH, str(folder), str(target)],
+        ),
+        Contender(
+            "accelerate",
+            "accelerate merge-weights",
+            lambda folder, target: ["accelerate", "merge-weights", str(folder), str(target)],
+        ),
+    ]

@@ -65,16 +65,22 @@ def peers_section(result: Result) -> str:
         markdown_table(heads, [_peer_row(one, size) for one in contenders]),
         "\n".join(_ratio_line(one, titles) for one in result["ratios"]),
         "\n".join(f"* {check}: {'yes' if held else '**no**'}" for check, held in result["checks"].items()),
-        f"First byte of a small checkpoint after {result['first_byte']['median']:.2f} s (median; programs cached).",
+        _first_byte(result),
     ]
     return "\n\n".join(filter(None, [*parts, _failures(contenders)]))
+
+
+def _first_byte(result: Result) -> str:
+    if result["first_byte"] is None:
+        return ""
+    return f"First byte of a small checkpoint after {result['first_byte']['median']:.2f} s (median; programs cached)."
 
 
 def _input(result: Result) -> str:
     given, rounds = result["input"], len(result["contenders"][0]["runs"])
     cache = "cold" if result["cold_cache"] else "warm"
     return (
-        f"Input: {given['files']} rank files, {given['bytes'] / 1e9:.2f} GB. Runs of each: {rounds}; "
+        f"Input: {given['files']} files, {given['bytes'] / 1e9:.2f} GB. Runs of each: {rounds}; "
         f"the table has their medians; {cache} page cache; {_peer_versions(result['peer'])}."
     )
 
@@ -135,7 +141,11 @@ def scale_section(result: Result) -> str:
     return "\n\n".join(parts)
 
 
-SECTIONS: dict[str, Callable[[Result], str]] = {"peers": peers_section, "scale": scale_section}
+SECTIONS: dict[str, Callable[[Result], str]] = {
+    "peers": peers_section,
+    "peers-dcp": peers_section,
+    "scale": scale_section,
+}
 
 
 def insert(page: str, kind: str, section: str) -> str:

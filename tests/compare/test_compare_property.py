@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -44,8 +45,21 @@ class Case:
 
 def noise(rng: np.random.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Any bits: NaN, infinities and denormals included."""
-    size = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(rng.integers(0, 256, max(size, 1), np.uint8)[:size].copy()).view(dtype).view(shape)
+    return made_of(rng.integers(0, 256, math.prod(shape) * dtype.itemsize, np.uint8), shape, dtype)
+
+
+def made_of(content: npt.NDArray[np.uint8], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of these bytes."""
+    if not content.size:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(content.copy()).view(dtype).view(shape)
+
+
+def bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """One row per element."""
+    if not tensor.numel():
+        return np.empty((0, tensor.itemsize), np.uint8)
+    return tensor.flatten().view(torch.uint8).numpy().copy().reshape(-1, tensor.itemsize)
 
 
 @st.composite
@@ -56,17 +70,13 @@ def cases(draw: st.DrawFn, dtypes: list[torch.dtype]) -> Case:
     first = noise(rng, shape, dtype)
     if dtype.is_floating_point and draw(st.booleans()):
         first = torch.from_numpy(rng.normal(size=shape)).reshape(shape).to(dtype)
-    other = first.clone().view(-1).view(torch.uint8).numpy()
+    other = bytes_of(first)
     share = draw(st.sampled_from([0.0, 0.02, 0.3, 1.0]))
-    low = (rng.random(first.numel()) < share) * 3
-    if other.size:
-        other.reshape(-1, dtype.itemsize)[:, 0] ^= low.astype(np.uint8)
-    second = torch.from_numpy(other).view(dtype).view(shape)
-    mask = torch.from_numpy(rng.random(size=first.numel()) < share / 4).view(shape)
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    mixed = torch.where(mask, noise(rng, shape, dtype).view(bits), second.view(bits)).view(dtype)
+    other[:, 0] ^= ((rng.random(len(other)) < share) * 3).astype(np.uint8)
+    replaced = rng.random(len(other)) < share / 4
+    other[replaced] = bytes_of(noise(rng, shape, dtype))[replaced]
     sizes = st.sampled_from([0.0, 1e-8, 1e-3, 0.1, 2.0])
-    return Case(first, mixed, Tolerance(draw(sizes), draw(sizes)), draw(st.sampled_from([8, 64, 1024, 1 << 20])))
+    return Case(first, made_of(other.reshape(-1), shape, dtype), Tolerance(draw(sizes), draw(sizes)), draw(st.sampled_from([8, 64, 1024, 1 << 20])))
 
 
 def found_by(case: Case) -> Difference:
@@ -83,9 +93,8 @@ def close(case: Case) -> torch.Tensor:
     a, b, tolerance = case.first.double(), case.second.double(), case.tolerance
     if tolerance.rtol or tolerance.atol:
         return torch.isclose(a, b, rtol=tolerance.rtol, atol=tolerance.atol, equal_nan=True)
-    return (case.first.view(-1, 1).view(torch.uint8) == case.second.view(-1, 1).view(torch.uint8)).all(1).view(
-        a.shape
-    ) | (a.isnan() & b.isnan())
+    same = (bytes_of(case.first) == bytes_of(case.second)).all(axis=1)
+    return torch.from_numpy(same).view(a.shape) | (a.isnan() & b.isnan())
 
 
 def check(case: Case, found: Difference) -> None:

@@ -37,7 +37,7 @@ class MergeOptions:
     dtype: str = "auto"
     max_shard_size: int | str = "5GB"
     hf_config: Path | str | None = None
-    workers: int = 2
+    workers: int = 4
     io: str = "auto"
     overwrite: bool = False
     check: bool | None = None

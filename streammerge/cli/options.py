@@ -88,7 +88,7 @@ def merge_options(command: Command) -> Command:
             click.option(
                 "--workers",
                 type=click.IntRange(1, 64),
-                default=2,
+                default=4,
                 show_default=True,
                 help="Threads that read, convert and write.",
             ),
@@ -147,7 +147,7 @@ def resource_options(command: Command) -> Command:
     for option in reversed(
         [
             click.option("--max-ram", metavar="SIZE", help="RAM budget: 16G, 512MiB, 50%."),
-            click.option("--workers", type=click.IntRange(1, 64), default=2, show_default=True, help="Threads."),
+            click.option("--workers", type=click.IntRange(1, 64), default=4, show_default=True, help="Threads."),
             click.option(
                 "--io", type=click.Choice(["auto", "direct", "pread", "mmap"]), default="auto", help="How to read."
             ),

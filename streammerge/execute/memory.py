@@ -19,7 +19,7 @@ _MAX_DEFAULT = 16 << 30
 _TORCH_BYTES = 260 << 20
 # The interpreter's own growth while it works: caches, thread stacks, the allocator's slack.
 _SLACK_BYTES = 16 << 20
-_TILE_SIZES = tuple(1 << power for power in range(23, 17, -1))  # 8 MiB down to 256 KiB
+_TILE_SIZES = tuple(1 << power for power in range(22, 17, -1))  # 4 MiB down to 256 KiB
 _UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2**63 for "no limit"
 
 

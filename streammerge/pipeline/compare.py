@@ -63,7 +63,7 @@ class CompareOptions:
     atol: float = 0.0
     dtype_aware: bool = False
     max_ram: int | str | None = None
-    workers: int = 2
+    workers: int = 4
     io: str = "auto"
     logits: str | None = None
 

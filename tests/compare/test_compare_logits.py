@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def test_other_logits_of_equal_weights(save_model: Save, run: Run) -> None:
 
 
 def test_refused_over_the_budget(save_model: Save, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streammerge.pipeline.compare.LOADING_BYTES", 1 << 50)
+    monkeypatch.setattr(import_module("streammerge.pipeline.compare"), "LOADING_BYTES", 1 << 50)
     ran = run("compare", save_model(1), save_model(1), "--logits", "1,2,3")
     assert ran.code == 7
     assert "takes 1024.0 TiB" in ran.err or "1.0 PiB" in ran.err, ran.err

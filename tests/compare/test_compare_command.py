@@ -161,8 +161,10 @@ main(sys.argv[1:])
 def test_stopped_by_a_signal(number: signal.Signals, what: str, large: tuple[Path, Path, Path]) -> None:
     ranks, same, _ = large
     arguments = {"compare": [ranks, same], "test": [ranks, "--against", same], "verify": [same]}[what]
-    patch = SLOW.format(module="engine", name="fill") if what == "verify" else SLOW.format(
-        module="difference", name="run_copies"
+    patch = (
+        SLOW.format(module="engine", name="fill")
+        if what == "verify"
+        else SLOW.format(module="difference", name="run_copies")
     )
     line = [sys.executable, "-c", patch, what, *map(str, arguments), "--max-ram", "256M"]
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

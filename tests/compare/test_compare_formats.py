@@ -15,7 +15,6 @@ import streammerge as sm
 from tests.support.data import DATA, PARTIAL
 
 NAMES = sorted(path.name for path in DATA.iterdir() if path.name not in (PARTIAL, "ptcases"))
-NAN = float("nan")
 
 
 def spoiled(name: str, target: Path) -> tuple[Path, str]:
@@ -69,7 +68,7 @@ def test_order_of_arguments(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shards", ["1KB", "2KB", "5GB"])
 def test_two_folders_with_other_shards(save_model: Callable[..., Path], shards: str) -> None:
     first, second = save_model(1), save_model(1, shards)
-    assert len(list(second.glob("*.safetensors"))) == {"1KB": 4, "2KB": 2, "5GB": 1}[shards] or shards != "5GB"
+    assert (len(list(second.glob("*.safetensors"))) > 1) == (shards != "5GB")
     assert sm.compare(first, second).equal
     assert not sm.compare(first, save_model(2, shards)).equal
 

@@ -18,20 +18,18 @@ Save = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def with_tokenizer(save_model: Save) -> Path:
-    """A model with a tokenizer of ten words."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    """A model with a tokenizer of nine letters."""
+    from transformers import Qwen2Tokenizer
 
     folder = save_model(1)
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(10)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
+    vocabulary = {letter: number for number, letter in enumerate("abcdefghi")}
+    Qwen2Tokenizer(vocab={**vocabulary, "<|endoftext|>": 9}, merges=[]).save_pretrained(folder)
     return folder
 
 
 def test_equal_models(with_tokenizer: Path, save_model: Save, run: Run) -> None:
     """By text, with the first folder's tokenizer."""
-    ran = run("compare", with_tokenizer, save_model(1, "1KB"), "--logits", "w3 w4 nothing", "--json")
+    ran = run("compare", with_tokenizer, save_model(1, "1KB"), "--logits", "dea", "--json")
     assert ran.code == 0, ran
     logits = json.loads(ran.out)["logits"]
     assert logits == {"equal": True, "max_abs": 0.0, "shape": [1, 3, 10], "tokens": [3, 4, 0]}

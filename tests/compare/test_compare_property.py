@@ -76,7 +76,12 @@ def cases(draw: st.DrawFn, dtypes: list[torch.dtype]) -> Case:
     replaced = rng.random(len(other)) < share / 4
     other[replaced] = bytes_of(noise(rng, shape, dtype))[replaced]
     sizes = st.sampled_from([0.0, 1e-8, 1e-3, 0.1, 2.0])
-    return Case(first, made_of(other.reshape(-1), shape, dtype), Tolerance(draw(sizes), draw(sizes)), draw(st.sampled_from([8, 64, 1024, 1 << 20])))
+    return Case(
+        first,
+        made_of(other.reshape(-1), shape, dtype),
+        Tolerance(draw(sizes), draw(sizes)),
+        draw(st.sampled_from([8, 64, 1024, 1 << 20])),
+    )
 
 
 def found_by(case: Case) -> Difference:

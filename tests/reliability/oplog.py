@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.reliability.harness import MUTATORS
+
 __all__ = ["Op", "operations", "trace_options"]
 
 _LINE = re.compile(r"^(?P<pid>\d+) +(?P<call>\w+)\((?P<rest>.*)$")
@@ -59,6 +61,8 @@ def _all(lines: list[str]) -> Iterator[Op]:
         if match is None:
             continue
         call, rest = match["call"], match["rest"]
+        if call not in MUTATORS:
+            continue  # strace also shows calls that it has no name for
         if call in ("fsync", "fdatasync"):
             yield Op("sync_begin", _decoded(next(_TOKEN.finditer(rest))))
         if rest.endswith(_UNFINISHED):

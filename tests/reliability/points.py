@@ -31,13 +31,18 @@ class Point:
         return f"{self.name} {self.count} ({self.what})"
 
 
-def sample(points: Iterable[Point], *, middle: bool = True) -> list[Point]:
-    """The first, the last and (unless not ``middle``) the middle of each kind of call."""
+def sample(points: Iterable[Point], *, last_only: bool = False) -> list[Point]:
+    """The first, the middle and the last of each kind of call, or the last only."""
     kinds: dict[str, list[Point]] = defaultdict(list)
     for point in points:
         kinds[point.name].append(point)
-    places = [(0, len(found) // 2 if middle else 0, -1) for found in kinds.values()]
-    return sorted({found[at] for found, ats in zip(kinds.values(), places, strict=True) for at in ats})
+    return sorted(
+        {
+            some
+            for found in kinds.values()
+            for some in (found[-1:] if last_only else (found[0], found[len(found) // 2], found[-1]))
+        }
+    )
 
 
 class Stage:
@@ -101,7 +106,7 @@ class Stage:
         found = []
         for place, line in enumerate(self._log.read_text(errors="replace").splitlines()):
             call = _CALL.match(line)
-            if call is None:
+            if call is None or call[1] not in self.calls:
                 continue
             counts[call[1]] += 1
             if not reads and ") = -1 " in line:

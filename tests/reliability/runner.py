@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,8 +28,12 @@ VARIABLE = "RELIABILITY_STEPS"
 class _InlineThread:
     """Looks like a thread, and does its work when it is started."""
 
-    def __init__(self, target: Callable[[], None], name: str = "", daemon: bool = True) -> None:
-        self.start = target
+    ident = 0
+
+    def __init__(
+        self, target: Callable[..., None], args: tuple[Any, ...] = (), name: str = "", daemon: bool = True
+    ) -> None:
+        self.start = partial(target, *args)
 
     def is_alive(self) -> bool:
         """Never, after ``start``."""

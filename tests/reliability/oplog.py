@@ -54,6 +54,8 @@ def _all(lines: list[str]) -> Iterator[Op]:
     begun: dict[str, str] = {}
     for line in lines:
         resumed = _RESUMED.match(line)
+        if resumed and resumed["call"] not in MUTATORS:
+            continue
         if resumed:
             yield from _parse(resumed["call"], begun.pop(resumed["pid"]) + resumed["rest"])
             continue

@@ -205,7 +205,8 @@ class TensorReport:
     Attributes:
         dtypes: on the first side and on the second.
         differing: elements that are not equal; ``elements`` is how many there are.
-        max_abs, max_rel: largest difference, absolute and relative to the second value.
+        max_abs, max_rel: largest difference, absolute and relative to the second value (where that
+            is not zero).
         first: index of the first differing element, or None.
         values: both values there.
         nan_both, nan_one: elements that are NaN on both sides, or on one only.

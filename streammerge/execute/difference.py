@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,8 +52,9 @@ class Difference:
     Attributes:
         elements: number of elements compared.
         differing: elements that are not equal within the tolerance.
-        max_abs, max_rel: largest absolute and relative difference, over all finite pairs; the
-            relative one is against the second value.
+        max_abs: largest absolute difference, infinite where an infinity meets anything else; NaN
+            does not count.
+        max_rel: the same relative to the second value, where that is not zero.
         first: index of the first differing element, or None.
         values: both values there.
         nan_both, nan_one: elements that are NaN on both sides, or on one only.
@@ -157,8 +157,8 @@ def _compare_step(
     tolerance: Tolerance,
     found: Difference,
 ) -> None:
-    wide_a, wide_b = _widened(a), _widened(b)
-    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):  # signalling NaN, too
+        wide_a, wide_b = _widened(a), _widened(b)
         exact = a.dtype == b.dtype and not (tolerance.rtol or tolerance.atol)
         equal = _same_bits(a, b) if exact else wide_a == wide_b
         nan_a, nan_b = wide_a != wide_a, wide_b != wide_b
@@ -166,7 +166,7 @@ def _compare_step(
         size = np.abs(wide_b)
         if tolerance.rtol or tolerance.atol:
             equal |= np.isfinite(distance) & (distance <= tolerance.atol + tolerance.rtol * size)
-        relative = np.where(distance == 0, 0, distance / size)
+        relative = np.where((distance == 0) | (size == 0), 0, distance / size)
     equal |= nan_a & nan_b
     found.nan_both += int((nan_a & nan_b).sum())
     found.nan_one += int((nan_a ^ nan_b).sum())
@@ -197,8 +197,7 @@ def _widened(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _largest(values: npt.NDArray[Any]) -> float:
-    finite = values[np.isfinite(values)]
-    return float(finite.max()) if finite.size else (math.inf if np.isinf(values).any() else 0.0)
+    return float(np.fmax.reduce(values, initial=0.0))
 
 
 def _count_nan(values: npt.NDArray[Any]) -> int:

@@ -15,7 +15,7 @@ from streammerge.families.torchtitan import from_torchtitan, is_torchtitan
 from streammerge.tensors.catalogue import Catalogue, Entry, EqualityCheck
 from streammerge.tensors.virtual import Tensor
 
-__all__ = ["Model", "describe_model", "keeps_float32", "output_tensors"]
+__all__ = ["Model", "describe_model", "keeps_float32", "output_tensors", "usual_ties"]
 
 
 @dataclass(frozen=True)
@@ -92,16 +92,18 @@ def _ties(
     raw = dict(config.raw)
     if tie is not None:
         raw["tie_word_embeddings"] = tie
-    if rules is not None:
-        tied = rules.tied_names(tensors, raw)
-    else:  # a class that is not in the table: what nearly every language model calls them
-        wanted = raw.get("tie_word_embeddings") is True
-        tied = {"lm_head.weight": "model.embed_tokens.weight"} if wanted else {}
+    tied = rules.tied_names(tensors, raw) if rules is not None else usual_ties(raw)
     return tuple(
         EqualityCheck(name, tensors[name], tensors[kept], f"the config ties it to {kept}", tolerated=True, kept=kept)
         for name, kept in tied.items()
         if name in tensors and kept in tensors
     )
+
+
+def usual_ties(config: Mapping[str, object]) -> dict[str, str]:
+    """What nearly every language model ties when its config says so."""
+    wanted = config.get("tie_word_embeddings") is True
+    return {"lm_head.weight": "model.embed_tokens.weight"} if wanted else {}
 
 
 def output_tensors(model: Model, config: ModelConfig | None, untied: Collection[str]) -> dict[str, Tensor]:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from streammerge.dtypes import DType
 from streammerge.errors import BudgetError, DifferenceError, StoppedError, UsageError
+from streammerge.execute.casts import kernel, needs_torch
 from streammerge.execute.difference import Comparer, Difference, Side, Tolerance
 from streammerge.execute.memory import Buffers, divide, peak_rss
 from streammerge.execute.routes import read_route
 from streammerge.families.config import ModelConfig, read_config
-from streammerge.families.model import describe_model, output_tensors
+from streammerge.families.model import Model, describe_model, output_tensors, usual_ties
 from streammerge.folder.logits_check import LOADING_BYTES, compare_logits
 from streammerge.folder.sidecars import find_sidecars
 from streammerge.options import MergeOptions
@@ -42,9 +43,9 @@ class _Model:
     tensors: Mapping[str, tuple[Tensor, DType]]
     ties: Mapping[str, str]
 
-    def find(self, name: str, other_ties: Mapping[str, str]) -> tuple[Tensor, DType] | None:
-        """The tensor of a name; for a tied name that is not stored, the one it is tied to."""
-        names = (name, self.ties.get(name, name), other_ties.get(name, name))
+    def find(self, name: str) -> tuple[Tensor, DType] | None:
+        """The tensor of a name; for a tied name that is not stored, the one it is tied to by its own config."""
+        names = (name, self.ties.get(name, name))
         return next((self.tensors[known] for known in names if known in self.tensors), None)
 
 
@@ -68,8 +69,8 @@ class CompareOptions:
     logits: str | None = None
 
     def __post_init__(self) -> None:
-        if self.rtol < 0 or self.atol < 0:
-            raise UsageError("tolerances must not be negative")
+        if not (self.rtol >= 0 and self.atol >= 0):  # NaN is refused, too
+            raise UsageError("tolerances must be numbers that are not negative")
 
 
 def compare(
@@ -141,12 +142,13 @@ def test(
     """
     watcher = observer or Observer()
     reference = open_reference(Path(against))
-    if options.get("hf_config") is None and reference.hf_folder is not None:
-        options["hf_config"] = reference.hf_folder
     prepared = prepare(source, MergeOptions(**options), watcher)  # type: ignore[arg-type]
+    if prepared.config is None and options.get("hf_config") is None and reference.hf_folder is not None:
+        options["hf_config"] = reference.hf_folder
+        prepared = prepare(source, MergeOptions(**options), watcher)  # type: ignore[arg-type]
     made = prepared.plan(compare_replicas(prepared))
     tensors = {t.name: (t.tensor, t.dtype) for file in made.files for t in file.tensors}
-    ties = {tie.name: tie.kept for tie in prepared.model.ties}
+    ties = _ties(prepared.model, tensors, prepared.config)
     planned = _Model(str(prepared.catalogue.root), prepared.catalogue, tensors, ties)
     chosen = CompareOptions(rtol, atol, dtype_aware, prepared.max_ram, prepared.options.workers, prepared.options.io)
     return _compare(
@@ -162,7 +164,7 @@ def _config(catalogue: Catalogue) -> ModelConfig | None:
 def _as_stored(label: str, catalogue: Catalogue, config: ModelConfig | None) -> _Model:
     model = describe_model(catalogue, config)
     tensors = output_tensors(model, config, [tie.name for tie in model.ties])
-    ties = model.rules.tied_names([*tensors, *_TIED], config.raw) if model.rules and config else {}
+    ties = _ties(model, tensors, config)
     return _Model(label, catalogue, {name: (t, t.dtype) for name, t in tensors.items()}, ties)
 
 
@@ -170,12 +172,21 @@ def _as_stored(label: str, catalogue: Catalogue, config: ModelConfig | None) -> 
 _TIED = ("lm_head.weight",)
 
 
+def _ties(model: Model, names: Iterable[str], config: ModelConfig | None) -> Mapping[str, str]:
+    """Name -> the name that the config ties it to, whether or not the first is stored."""
+    if config is None:
+        return {}
+    if model.rules is not None:
+        return model.rules.tied_names(dict.fromkeys([*names, *_TIED]), config.raw)
+    return usual_ties(config.raw)
+
+
 def _compare(first: _Model, second: _Model, options: CompareOptions, observer: Observer) -> CompareReport:
     pairs: dict[str, tuple[Tensor, DType, Tensor, DType]] = {}
     missing: list[str] = []
     extra: list[str] = []
     for name in dict.fromkeys([*first.tensors, *second.tensors]):
-        a, b = first.find(name, second.ties), second.find(name, first.ties)
+        a, b = first.find(name), second.find(name)
         if a is None or b is None:
             (missing if a is None else extra).append(name)
         else:
@@ -198,12 +209,17 @@ def _compare(first: _Model, second: _Model, options: CompareOptions, observer: O
         missing=tuple(missing),
         extra=tuple(extra),
         shapes={name: (list(pair[0].shape), list(pair[2].shape)) for name, pair in shapes.items()},
-        tensors=tuple(sorted((t for t in tensors if not t.equal), key=lambda t: (-t.max_abs, -t.differing, t.name))),
+        tensors=tuple(sorted((t for t in tensors if not t.equal), key=_badness)),
         nan_both=sum(found.nan_both for found in results.values()),
         rtol=options.rtol,
         atol=options.atol,
         peak_rss=peak_rss(),
     )
+
+
+def _badness(tensor: TensorReport) -> tuple[object, ...]:
+    """NaN on one side only is worse than any distance."""
+    return (not tensor.nan_one, -tensor.max_abs, -tensor.differing, tensor.name)
 
 
 def _run(
@@ -214,10 +230,21 @@ def _run(
     observer: Observer,
 ) -> dict[str, Difference]:
     """Compare all pairs with several workers; the results in the order of ``pairs``."""
+    casts = {
+        cast
+        for a, seen_a, b, seen_b in pairs.values()
+        for cast in ((a.dtype, seen_a), (b.dtype, seen_a if options.dtype_aware else seen_b))
+        if cast[0] != cast[1]
+    }
     buffers = divide(
-        budget_of(options.max_ram) - options.workers * _TEMPORARY_BYTES, 2 * options.workers, torch_needed=False
+        budget_of(options.max_ram),
+        options.workers,
+        torch_needed=needs_torch(casts),
+        sides=2,
+        temporary=_TEMPORARY_BYTES,
     )
-    workers = max(1, buffers.workers // 2)
+    for stored, seen in casts:
+        kernel(stored, seen)  # import what it needs before the threads start
     sides = [Side(model.catalogue.files, read_route(options.io, model.catalogue.files)) for model in (first, second)]
     observer.phase("comparing", sum(nbytes(a) + nbytes(b) for a, _, b, _ in pairs.values()))
     todo: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -239,7 +266,7 @@ def _run(
         except BaseException as failure:  # handed to the calling thread below
             failures.append(failure)
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(workers)]
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(buffers.workers)]
     for thread in threads:
         thread.start()
     try:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
-from streammerge.errors import SourceError, UsageError
+from streammerge.errors import SourceError, UnsafeError, UnsupportedError, UsageError
 from streammerge.execute.checksums import CHECKSUMS_NAME
 from streammerge.execute.engine import read_through
 from streammerge.execute.memory import divide, rss
@@ -41,7 +41,7 @@ def verify(
         raise UsageError(f"{path} holds no model.safetensors and no index of one")
     try:
         catalogue = open_hf_folder(path)
-    except SourceError as fault:
+    except (SourceError, UnsafeError, UnsupportedError) as fault:
         return VerifyReport(str(path), 0, 0, 0, ("index and headers",), (str(fault),), ())
     checked, problems, warnings = ["index and headers"], [], []
     problems += _listed_files(path, checked)

@@ -157,6 +157,26 @@ def test_suspending_after_the_failure(
     assert kept() == []
 
 
+def test_file_stays_open_while_another_worker_syncs_it(
+    tiles: tuple[Schedule, list[Tile], Callable[[], list[object]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One worker makes some tiles durable while another finishes the last of the file, and closes it."""
+    schedule, taken, kept = tiles
+    sync = files.sync
+
+    def slow(fd: int) -> None:
+        monkeypatch.setattr(files, "sync", sync)
+        for number, tile in enumerate(taken[1:], 1):
+            schedule.done(tile, digest(number))
+        sync(fd)
+
+    monkeypatch.setattr(files, "sync", slow)
+    schedule.done(taken[0], digest(0))
+    assert len(kept()) == len(taken)
+    with pytest.raises(StorageError, match="Bad file descriptor"):
+        taken[0].writer.sync()  # closed in the end
+
+
 def test_short_appends_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:10]))

@@ -172,9 +172,9 @@ def test_file_stays_open_while_another_worker_syncs_it(
 
     monkeypatch.setattr(files, "sync", slow)
     schedule.done(taken[0], digest(0))
-    assert len(kept()) == len(taken)
     with pytest.raises(StorageError, match="Bad file descriptor"):
         taken[0].writer.sync()  # closed in the end
+    assert len(kept()) == len(taken)
 
 
 def test_short_appends_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

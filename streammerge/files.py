@@ -82,7 +82,10 @@ def append(fd: int, data: bytes) -> None:
     """Add to the end of a file and make that durable."""
     view = memoryview(data)
     while view:
-        view = view[os.write(fd, view) :]
+        written = os.write(fd, view)
+        if written == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        view = view[written:]
     os.fdatasync(fd)
 
 

@@ -97,23 +97,28 @@ def run(
     def ending() -> bool:
         return halt.is_set() or (stop is not None and stop.is_set())
 
-    def work() -> None:
+    def work(ended: threading.Event) -> None:
         try:
             _work(schedule, plan, buffers, routes, progress, watchers, ending)
         except BaseException as failure:  # handed to the calling thread below
             failures.append(failure)
             halt.set()
+        finally:
+            ended.set()
 
-    threads = [threading.Thread(target=work, name=f"worker-{i}", daemon=True) for i in range(buffers.workers)]
+    # An exception from a signal handler makes Thread.join take a running thread for ended (Python
+    # 3.10 to 3.12), so the workers say themselves when they have ended.
+    running: list[threading.Event] = []
     try:
-        for thread in threads:
-            thread.start()
+        for number in range(buffers.workers):
+            ended = threading.Event()
+            threading.Thread(target=work, args=(ended,), name=f"worker-{number}", daemon=True).start()
+            running.append(ended)
         with contextlib.suppress(StoppedError):  # from a signal handler; told with more detail below
-            _wait(threads, on_poll)
+            _wait(running, on_poll)
     finally:
         halt.set()
-        for thread in threads:
-            thread.join()
+        _wait(running, lambda: None)
         # When the disk has failed already, a second failure adds nothing to the first.
         with contextlib.suppress(StorageError):
             schedule.suspend()
@@ -154,10 +159,9 @@ def read_through(
         reader.close()
 
 
-def _wait(threads: Sequence[threading.Thread], on_poll: Callable[[], None]) -> None:
-    for thread in threads:
-        while thread.is_alive():
-            thread.join(_POLL_SECONDS)
+def _wait(running: Sequence[threading.Event], on_poll: Callable[[], None]) -> None:
+    for ended in running:
+        while not ended.wait(_POLL_SECONDS):
             on_poll()
 
 

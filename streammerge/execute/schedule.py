@@ -45,6 +45,7 @@ class _Open:
     pending: int
     fresh: list[Range] = field(default_factory=list)
     fresh_bytes: int = 0
+    failed: bool = False
 
 
 class Schedule:
@@ -98,9 +99,11 @@ class Schedule:
             else:
                 state.writer.sync()
         except StorageError:
+            state.failed = True
             self._journal.void(name)
             raise
-        self._journal.record(name, ranges)
+        if not state.failed:
+            self._journal.record(name, ranges)
 
     def suspend(self) -> None:
         """Make what was written of unfinished files durable, and close them."""

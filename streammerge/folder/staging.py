@@ -11,7 +11,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +55,14 @@ class Staging:
         """The lock file."""
         return self.root / "lock"
 
+    def keep_only(self, names: Collection[str]) -> None:
+        """Remove what is in the folder besides these files: it would become part of the destination."""
+        for path in self.folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                files.remove_tree(path)
+            elif path.name not in names:
+                files.remove_file(path)
+
     def clear(self) -> None:
         """Forget what an earlier merge left: the journal first, as it speaks of the folder."""
         files.remove_file(self.journal)
@@ -64,7 +72,7 @@ class Staging:
 def finished_plan(destination: Path) -> object:
     """The plan of a merge that was killed after the commit, before it could clean up; else None."""
     staging = staging_of(destination)
-    if staging.journal.exists() and not staging.folder.exists():
+    if staging.root.exists() and not staging.folder.exists():
         return manifest_of(destination).get("plan")
     return None
 
@@ -198,7 +206,9 @@ def commit(
         files.copy_file(destination / path, folder / path)
     content = json.dumps({**manifest, "files": sorted(written)}, indent=2) + "\n"
     files.write_file(folder / MANIFEST_NAME, content.encode())
-    for path in sorted({(folder / name).parent for name in [*written, *map(str, kept)]} | {folder}, reverse=True):
+    holders = {(folder / name).parent for name in [*written, *map(str, kept)]}
+    inner = {folder, *holders, *(above for path in holders for above in path.parents if folder in above.parents)}
+    for path in sorted(inner, reverse=True):
         files.sync_folder(path)
     if destination.exists() and any(destination.iterdir()):
         _replace(folder, destination)
@@ -212,6 +222,8 @@ def _replace(folder: Path, destination: Path) -> None:
     old = destination.with_name(destination.name + ".streammerge-old")
     files.remove_tree(old)
     if files.exchange(folder, destination):
+        files.sync_folder(destination.parent)
+        files.sync_folder(folder.parent)
         files.remove_tree(folder)
         return
     # Without an atomic exchange there is a moment with no destination; both folders are whole then.

@@ -118,7 +118,8 @@ def merge(
     prepared = prepare(source, MergeOptions(**options), observer or Observer())  # type: ignore[arg-type]
     # A name of its own, also for "." and "x/.."; a link stays what it is, and is refused below.
     target = Path(os.path.abspath(destination))  # noqa: PTH100
-    if finished_plan(target) is None:
+    finished = finished_plan(target)
+    if finished is None:
         check_destination(target, overwrite=prepared.options.overwrite)
     # Refuse a budget that is too small for the whole before a replica is read.
     divide(prepared.max_ram, prepared.options.workers, torch_needed=needs_torch(prepared.plan(set()).casts))
@@ -129,7 +130,7 @@ def merge(
     work = Work(prepared, made, target, buffers, bool(untied), stop)
     check_space(prepared, made, target, work.bytes_there())
     with staged(target) as staging:
-        written = work.write(staging)
+        written = work.write(staging, finished)
     seconds = time.monotonic() - started
     uploaded = hub.upload(target, push_to_hub, private=private) if push_to_hub else None
     return _report(work, written, checked, seconds, uploaded)

@@ -18,7 +18,7 @@ from streammerge.execute.memory import Buffers
 from streammerge.execute.routes import read_route, write_route
 from streammerge.execute.scan import ValueScan
 from streammerge.families.config import edited_config
-from streammerge.folder.staging import Staging, check_destination, commit, finished_plan, manifest_of, staging_of
+from streammerge.folder.staging import Staging, check_destination, commit, manifest_of, staging_of
 from streammerge.pipeline.prepare import Prepared
 from streammerge.plan.plan import INDEX_NAME, Plan
 from streammerge.version import __version__
@@ -45,11 +45,15 @@ class Work:
             return 0
         return sum(path.stat().st_blocks * 512 for path in staging.folder.iterdir() if path.is_file())
 
-    def write(self, staging: Staging) -> list[str]:
-        """Write everything into the staging folder and make it the destination; returns the names."""
+    def write(self, staging: Staging, finished: object) -> list[str]:
+        """Write everything into the staging folder and make it the destination; returns the names.
+
+        Args:
+            finished: see ``finished_plan``, as it was before the staging folder was locked.
+        """
         options, observer = self.prepared.options, self.prepared.observer
         fingerprint = self._fingerprint()
-        if finished_plan(self.target) == fingerprint:
+        if finished == fingerprint:
             self.progress.kept = self.made.write_size
             return [str(name) for name in manifest_of(self.target)["files"]]  # type: ignore[attr-defined]
         check_destination(self.target, overwrite=options.overwrite)
@@ -61,6 +65,7 @@ class Work:
                 )
             staging.clear()
         files.make_folder(staging.folder)
+        staging.keep_only({file.name for file in self.made.files})
         journal = Journal(staging.journal, fingerprint)
         routes = Routes(read_route(options.io, self.made.sources), write_route(options.io, staging.folder))
         halt = threading.Event()

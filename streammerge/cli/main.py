@@ -266,7 +266,7 @@ def _stopping() -> Iterator[threading.Event]:
         if asked_at is None:
             asked_at = time.monotonic()
             stop.set()
-            raise StoppedError("stopped on request, before any weight was written")
+            raise StoppedError("stopped on request; what was done is kept, and the same command goes on from there")
         if time.monotonic() - asked_at > _PATIENCE_SECONDS:
             raise KeyboardInterrupt
 

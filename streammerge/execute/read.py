@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from streammerge.errors import SourceError
+from streammerge.execute.kernel_copy import copy_from
 from streammerge.execute.page_cache import is_cached
 from streammerge.files import io_errors
 from streammerge.tensors.catalogue import SourceFile
@@ -151,31 +152,34 @@ class _DirectReader:
 
 
 class _MmapReader:
-    """A private mapping per window, populated at once; it goes away with the last view of it.
+    """A private mapping per window, populated at once and copied out of.
 
-    Touching a mapping of a file that has shrunk kills the process (SIGBUS). Populating it reports
-    that as an error instead; only a file cut in the instant between is still fatal, so ``auto``
-    never chooses this route.
+    Touching a mapping of a file that has shrunk kills the process (SIGBUS). Populating it reports that
+    as an error instead, and so does having the kernel copy from it.
     """
 
     def __init__(self, sources: Sequence[SourceFile], size: int) -> None:
         self._files = _OpenFiles(sources, 0)
+        self._view = memoryview(mmap.mmap(-1, size))
 
     def window(self, file: int, offset: int, size: int) -> memoryview:
         fd = self._files.fd(file)
         if os.fstat(fd).st_size < offset + size:
             raise self._files.shrunk(file)
         start = offset - offset % mmap.ALLOCATIONGRANULARITY
+        view = self._view[:size]
         with io_errors("map", self._files.path(file)):
             mapping = mmap.mmap(fd, offset + size - start, mmap.MAP_PRIVATE, mmap.PROT_READ, offset=start)
             try:
                 mapping.madvise(_MADV_POPULATE_READ)
             except OSError as fault:
-                if fault.errno == errno.EFAULT:  # where touching the pages would be a SIGBUS
+                if fault.errno == errno.EFAULT:
                     raise self._files.shrunk(file) from fault
                 if fault.errno != errno.EINVAL:  # Linux < 5.14
                     raise
-        return memoryview(mapping)[offset - start :]
+            if not copy_from(mapping, offset - start, view):
+                raise self._files.shrunk(file)
+        return view
 
     def close(self) -> None:
         self._files.close()

@@ -47,6 +47,11 @@ class _Open:
     fresh_bytes: int = 0
     failed: bool = False
 
+    def take_fresh(self) -> list[Range]:
+        """What was written since it was last made durable."""
+        taken, self.fresh, self.fresh_bytes = self.fresh, [], 0
+        return taken
+
 
 class Schedule:
     """Hands out tiles in file order, and makes what was written durable from time to time."""
@@ -78,18 +83,21 @@ class Schedule:
         name = tile.output.name
         with self._lock:
             state = self._open[name]
-            state.pending -= 1
             if digest != tile.digest:
                 state.fresh.append(Range(tile.start, tile.start + tile.size, digest))
                 state.fresh_bytes += tile.size
-            last = state.pending == 0
-            if not last and state.fresh_bytes < _FLUSH_BYTES:
+            due = state.take_fresh() if state.fresh_bytes >= _FLUSH_BYTES else []
+        if due:
+            self._make_durable(name, state, due, finish=False)
+        with self._lock:
+            state.pending -= 1  # only now: the last worker closes the file
+            if state.pending:
                 return
-            ranges, state.fresh, state.fresh_bytes = state.fresh, [], 0
-        self._make_durable(name, state, ranges, finish=last)
-        if last:
-            with self._lock:
-                del self._open[name]
+            del self._open[name]
+            due = state.take_fresh()
+        try:
+            self._make_durable(name, state, due, finish=True)
+        finally:
             state.writer.close()
 
     def _make_durable(self, name: str, state: _Open, ranges: list[Range], *, finish: bool) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streammerge.errors import SourceError, UsageError
+from streammerge.files import io_errors
 
 __all__ = ["Sidecars", "find_sidecars"]
 
@@ -78,12 +79,12 @@ def _wanted(path: Path) -> bool:
 
 
 def _check(path: Path) -> None:
-    if path.stat().st_size > _MAX_BYTES:
+    with io_errors("read", path):
+        size, content = path.stat().st_size, path.read_bytes() if path.suffix == ".json" else b"{}"
+    if size > _MAX_BYTES:
         raise SourceError(f"{path} is too large for a file beside the weights")
-    if path.suffix != ".json":
-        return
     try:
-        json.loads(path.read_bytes())
+        json.loads(content)
     except (ValueError, RecursionError) as fault:
         raise SourceError(
             f"{path} is not valid JSON ({fault}); repair it or name another folder with --hf-config"

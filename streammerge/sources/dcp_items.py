@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 
 from streammerge.dtypes import DType
 from streammerge.errors import SourceError, UnsupportedError
+from streammerge.files import io_errors
 from streammerge.sources.dcp_metadata import Chunk
 from streammerge.sources.safetensors_file import read_safetensors_header
 from streammerge.sources.torch_file import read_torch_archive
@@ -49,8 +50,10 @@ class ItemFiles:
             UnsupportedError: an unknown transform.
         """
         path = self._folder / file
-        if _is_safetensors(path):
-            return self._by_name(path, chunks)
+        with io_errors("read", path):
+            return self._by_name(path, chunks) if _is_safetensors(path) else self._by_place(path, chunks)
+
+    def _by_place(self, path: Path, chunks: Sequence[tuple[str, str, DType, Chunk]]) -> list[tuple[str, Fragment]]:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)

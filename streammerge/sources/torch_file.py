@@ -12,7 +12,8 @@ from typing import Any
 
 import xxhash
 
-from streammerge.errors import SourceError, StorageError, UnsafeError, UnsupportedError
+from streammerge.errors import SourceError, UnsafeError, UnsupportedError
+from streammerge.files import io_errors
 from streammerge.sources.pickle_reader import read_pickle
 from streammerge.sources.torch_values import FUNCTIONS, StorageRef, TensorRef, storage_ref
 from streammerge.sources.zip_index import ZipIndex, read_zip_index
@@ -103,28 +104,25 @@ def open_torch_file(path: Path) -> Iterator[TorchFile]:
         SourceError: truncated, damaged, not a torch.save file.
         UnsupportedError: big-endian.
         UnsafeError: hostile content.
-        StorageError: the file cannot be opened.
+        StorageError: the file cannot be opened or read.
     """
-    try:
+    with io_errors("read", path):
         # O_NONBLOCK: a pipe of that name must not be waited for.
-        fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | os.O_NONBLOCK)
-    except OSError as fault:
-        raise StorageError(f"cannot open {path}: {fault.strerror}") from fault
-    try:
-        status = os.fstat(fd)
-        size = status.st_size
-        if not stat.S_ISREG(status.st_mode):
-            raise SourceError(f"{path} is not a regular file")
-        if size == 0:
-            raise SourceError(f"{path} is empty; the save was interrupted or the disk was full")
-        # The reads below are small and far apart; reading ahead would drag the weights in.
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-        if os.pread(fd, len(_LEGACY_START), 0) == _LEGACY_START:
-            yield _read_legacy(fd, str(path), size)
-        else:
-            yield read_torch_archive(fd, str(path), 0, size)
-    finally:
-        os.close(fd)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise SourceError(f"{path} is not a regular file")
+            if status.st_size == 0:
+                raise SourceError(f"{path} is empty; the save was interrupted or the disk was full")
+            # The reads below are small and far apart; reading ahead would drag the weights in.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+            if os.pread(fd, len(_LEGACY_START), 0) == _LEGACY_START:
+                yield _read_legacy(fd, str(path), status.st_size)
+            else:
+                yield read_torch_archive(fd, str(path), 0, status.st_size)
+        finally:
+            os.close(fd)
 
 
 def read_torch_archive(fd: int, where: str, start: int, length: int) -> TorchFile:

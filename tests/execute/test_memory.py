@@ -102,7 +102,7 @@ def test_more_room_gives_larger_buffers() -> None:
     rooms = [divide(rss() + room * MIB, 2, torch_needed=False) for room in (18, 25, 60, 500)]
     sizes = [buffers.workers * buffers.tile for buffers in rooms]
     assert sizes == sorted(sizes)
-    assert (rooms[-1].workers, rooms[-1].tile) == (2, 8 * MIB)
+    assert (rooms[-1].workers, rooms[-1].tile) == (2, 4 * MIB)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 40])

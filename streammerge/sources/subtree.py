@@ -12,6 +12,9 @@ __all__ = ["choose_subtree", "holds_model"]
 Value = TypeVar("Value")
 KeyPath = tuple[str, ...]
 
+# What an optimizer keeps beside its state; Megatron-FSDP (core 0.16) spreads it per parameter.
+_GROUPS = ("param_groups", "param_to_group_meta")
+
 
 def choose_subtree(
     tensors: Mapping[KeyPath, Value],
@@ -71,7 +74,7 @@ def _optimizers(paths: list[KeyPath]) -> set[KeyPath]:
     roots = set()
     for path in paths:
         for depth, part in enumerate(path):
-            if part.partition(".")[0] == "param_groups":
+            if part.partition(".")[0] in _GROUPS:
                 roots.add(path[:depth])
     return roots
 

@@ -7,7 +7,7 @@ StreammergeError or with the right folder, within a time limit and a memory limi
   folder of the intact checkpoint; but bytes of weights carry no checksum, so damage to them may show in weights;
 * after *crafted* changes (pickles and directories made anew, files swapped, other configs), any folder.
 
-    python tools/fuzz.py --inputs 20000 --seed 1
+    python tools/fuzz.py --inputs 20000 --seed 2
 """
 
 from __future__ import annotations
@@ -208,6 +208,8 @@ def fuzz(inputs: int, seed: int, workers: int, limits: Limits, done: Callable[[i
                 total.add(result.get(timeout=60 + limits.seconds * len(seeds)))
             except multiprocessing.TimeoutError:
                 total.problems.append(f"{source.parent.name} seeds {seeds}: the process died or hangs")
+            except Exception as fault:  # of the fuzzer itself: the other inputs still count
+                total.problems.append(f"{source.parent.name} seeds {seeds}: not run: {fault!r}")
             done(len(seeds))
     return total
 

@@ -108,12 +108,13 @@ def run(
 
     # An exception from a signal handler makes Thread.join take a running thread for ended (Python
     # 3.10 to 3.12), so the workers say themselves when they have ended.
-    running: list[threading.Event] = []
+    running: list[tuple[threading.Thread, threading.Event]] = []
     try:
         for number in range(buffers.workers):
             ended = threading.Event()
-            threading.Thread(target=work, args=(ended,), name=f"worker-{number}", daemon=True).start()
-            running.append(ended)
+            thread = threading.Thread(target=work, args=(ended,), name=f"worker-{number}", daemon=True)
+            running.append((thread, ended))  # before it starts: a signal may arrive in between
+            thread.start()
         with contextlib.suppress(StoppedError):  # from a signal handler; told with more detail below
             _wait(running, on_poll)
     finally:
@@ -159,9 +160,10 @@ def read_through(
         reader.close()
 
 
-def _wait(running: Sequence[threading.Event], on_poll: Callable[[], None]) -> None:
-    for ended in running:
-        while not ended.wait(_POLL_SECONDS):
+def _wait(running: Sequence[tuple[threading.Thread, threading.Event]], on_poll: Callable[[], None]) -> None:
+    for thread, ended in running:
+        # A thread without an identity was never started; should it start late, it finds the halt set.
+        while not ended.wait(_POLL_SECONDS) and thread.ident is not None:
             on_poll()
 
 

@@ -37,6 +37,14 @@ def test_mutations_change_something(mutation: object) -> None:
     assert changed >= 10
 
 
+def test_mutations_of_what_is_damaged_already() -> None:
+    intact = Checkpoint.read(checkpoints()[0])
+    for seed in range(400):
+        rng, damaged = random.Random(seed), intact.copy()
+        for _ in range(4):
+            rng.choice([*SILENT, *CRAFTED])(damaged, rng)
+
+
 def test_fuzzer_sees_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tools import fuzz as module
 

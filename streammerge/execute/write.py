@@ -92,7 +92,7 @@ class _BufferedWriter:
             self._dirty += len(tile)
             if not self._flags and self._dirty >= _MAX_DIRTY:
                 self._dirty = 0
-                os.fdatasync(self._fd)
+                files.sync_data(self._fd)
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def read(self, tile: memoryview, offset: int) -> bool:

@@ -99,6 +99,8 @@ class Catalogue:
         facts: lines for ``inspect``: world size, meshes, versions.
         warnings: what the user should know.
         hf_folder: folder with config and tokenizer that the checkpoint carries, if any.
+        settings: what the training framework recorded of the model, under Megatron's argument
+            names (``num_layers``, ``num_query_groups``, ``kv_channels``, ...); empty without.
         scratch: keeps temporary files alive that ``files`` point into.
     """
 
@@ -111,4 +113,5 @@ class Catalogue:
     facts: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     hf_folder: Path | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)
     scratch: object = None

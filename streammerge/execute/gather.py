@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -12,10 +11,11 @@ from streammerge.dtypes import DType
 from streammerge.execute.casts import kernel
 from streammerge.execute.read import Reader
 from streammerge.plan.plan import OutputFile
-from streammerge.tensors.fragment import Box, Fragment, Index, contiguous_strides
+from streammerge.tensors.fragment import Fragment, Index, contiguous_strides
+from streammerge.tensors.reshape import flat_boxes, flat_order
 from streammerge.tensors.virtual import Tensor
 
-__all__ = ["Copy", "copies_of", "fill", "flat_boxes", "run_copies"]
+__all__ = ["Copy", "copies_of", "fill", "run_copies"]
 
 # Reading a gap of this many bytes costs less than a second call.
 _MAX_GAP = 32 << 10
@@ -70,6 +70,7 @@ def fill(output: OutputFile, start: int, tile: memoryview, reader: Reader, windo
 
 def copies_of(tensor: Tensor, first: int, last: int, written: DType, place: int, window: int) -> Iterator[Copy]:
     """The copies that put elements ``first .. last`` (flat, row-major) of a tensor at ``place`` of a buffer."""
+    tensor = flat_order(tensor)
     strides = contiguous_strides(tensor.shape, written.itemsize)
     item = tensor.dtype.itemsize
     origin = place - first * written.itemsize
@@ -78,30 +79,6 @@ def copies_of(tensor: Tensor, first: int, last: int, written: DType, place: int,
             for fragment in _fitting(whole, item, window):
                 at = origin + sum(i * step for i, step in zip(fragment.start, strides, strict=True))
                 yield Copy(fragment, fragment.extent(item), at, strides, tensor.dtype, written)
-
-
-def flat_boxes(shape: Index, first: int, last: int) -> Iterator[Box]:
-    """Cut the flat, row-major element range ``first .. last`` of a shape into as few boxes as possible."""
-    if first >= last:
-        return
-    if not shape:
-        yield Box((), ())
-        return
-    inner = math.prod(shape[1:])
-    (row, begin), (end_row, end) = divmod(first, inner), divmod(last, inner)
-    if begin and row < end_row:
-        yield from _within_row(shape, row, begin, inner)
-        row, begin = row + 1, 0
-    if row == end_row:
-        yield from _within_row(shape, row, begin, end)
-        return
-    yield Box((row, *(0 for _ in shape[1:])), (end_row - row, *shape[1:]))
-    yield from _within_row(shape, end_row, 0, end)
-
-
-def _within_row(shape: Index, row: int, begin: int, end: int) -> Iterator[Box]:
-    for box in flat_boxes(shape[1:], begin, end):
-        yield Box((row, *box.start), (1, *box.shape))
 
 
 def _fitting(fragment: Fragment, item: int, window: int) -> Iterator[Fragment]:

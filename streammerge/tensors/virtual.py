@@ -15,7 +15,7 @@ from typing import Protocol
 from streammerge.dtypes import DType
 from streammerge.tensors.fragment import Fragment, Index, intersect
 
-__all__ = ["Stored", "Tensor", "concat", "narrow", "nbytes", "numel", "permute", "select", "strided"]
+__all__ = ["Stored", "Tensor", "concat", "narrow", "nbytes", "numel", "permute", "select", "stack", "strided", "unbind"]
 
 
 class Tensor(Protocol):
@@ -201,14 +201,34 @@ class _Concatenated:
         return _replaced(self.parts[0].shape, self.dim, self.edges[-1])
 
     def fragments_in(self, start: Index, shape: Index) -> Iterator[Fragment]:
-        for part, edge in zip(self.parts, self.edges[:-1], strict=True):
-            own = _replaced(start, self.dim, start[self.dim] - edge)
+        first, last = start[self.dim], start[self.dim] + shape[self.dim]
+        for number in range(bisect_right(self.edges, first) - 1, bisect_left(self.edges, last)):
+            part, edge = self.parts[number], self.edges[number]
+            own = _replaced(start, self.dim, first - edge)
             box = intersect(own, shape, (0,) * len(shape), part.shape)
             if box is None:
                 continue
             for f in part.fragments_in(box.start, box.shape):
                 place = _replaced(f.start, self.dim, f.start[self.dim] + edge)
                 yield Fragment(f.file, f.offset, place, f.shape, f.strides)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stacked:
+    parts: tuple[Tensor, ...]
+
+    @property
+    def dtype(self) -> DType:
+        return self.parts[0].dtype
+
+    @property
+    def shape(self) -> Index:
+        return (len(self.parts), *self.parts[0].shape)
+
+    def fragments_in(self, start: Index, shape: Index) -> Iterator[Fragment]:
+        for number in range(start[0], start[0] + shape[0]):
+            for f in self.parts[number].fragments_in(start[1:], shape[1:]):
+                yield Fragment(f.file, f.offset, (number, *f.start), (1, *f.shape), (0, *f.strides))
 
 
 def narrow(tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
@@ -250,6 +270,29 @@ def concat(parts: Sequence[Tensor], dim: int) -> Tensor:
     for part in parts:
         edges.append(edges[-1] + part.shape[dim])
     return _Concatenated(tuple(parts), dim, tuple(edges))
+
+
+def stack(parts: Sequence[Tensor]) -> Tensor:
+    """Join along a new first dim, as ``torch.stack``. All shapes and dtypes must agree."""
+    first = parts[0]
+    for part in parts:
+        if part.dtype != first.dtype or part.shape != first.shape:
+            raise ValueError(f"cannot stack {part.dtype} {part.shape} on {first.dtype} {first.shape}")
+    return _Stacked(tuple(parts))
+
+
+def unbind(tensor: Tensor) -> list[Tensor]:
+    """The tensors along the first dim, as ``torch.unbind``.
+
+    A stored tensor that is cut there anyway (layers, experts) comes apart into stored tensors, so that
+    each looks through its own fragments only.
+    """
+    if not isinstance(tensor, Stored) or any(f.shape[0] != 1 for f in tensor.fragments):
+        return [select(tensor, 0, index) for index in range(tensor.shape[0])]
+    parts: list[list[Fragment]] = [[] for _ in range(tensor.shape[0])]
+    for f in tensor.fragments:
+        parts[f.start[0]].append(Fragment(f.file, f.offset, f.start[1:], f.shape[1:], f.strides[1:]))
+    return [Stored(tensor.dtype, tensor.shape[1:], tuple(part)) for part in parts]
 
 
 def _without(values: Index, dim: int) -> Index:

@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streammerge.dtypes import dtype_named
-from streammerge.execute.gather import copies_of, flat_boxes, run_copies
+from streammerge.execute.gather import copies_of, run_copies
 from streammerge.execute.read import make_reader
 from streammerge.tensors.catalogue import SourceFile
 from streammerge.tensors.fragment import Fragment
+from streammerge.tensors.reshape import flat_boxes
 from streammerge.tensors.virtual import Stored
 
 SHAPES = st.lists(st.integers(1, 6), max_size=4).map(tuple)

@@ -1,4 +1,4 @@
-"""Virtual tensors against numpy: any nesting of narrow, select, permute and concat gives the same elements."""
+"""Virtual tensors against numpy: any nesting of the operations gives the same elements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from streammerge.dtypes import dtype_named
 from streammerge.tensors.fragment import Fragment
-from streammerge.tensors.virtual import Stored, Tensor, concat, narrow, nbytes, numel, permute, select
+from streammerge.tensors.reshape import reshape
+from streammerge.tensors.virtual import Stored, Tensor, concat, narrow, nbytes, numel, permute, select, stack, strided, unbind
 from tests.support.raw import materialise
 
 _INT16 = dtype_named("int16")
@@ -85,14 +86,58 @@ def _joined(draw: st.DrawFn, pair: Pair) -> Pair:
     return concat([p[0] for p in parts], dim), np.concatenate([p[1] for p in parts], dim)
 
 
-_STEPS: tuple[Callable[[st.DrawFn, Pair], Pair], ...] = (_narrowed, _selected, _permuted, _joined)
+def _every_second(draw: st.DrawFn, pair: Pair) -> Pair:
+    tensor, values = pair
+    dim = draw(st.integers(0, values.ndim - 1))
+    first = draw(st.integers(0, values.shape[dim]))
+    step = draw(st.integers(1, 3))
+    picked = np.take(values, range(first, values.shape[dim], step), dim)
+    return strided(tensor, dim, first, step, picked.shape[dim]), picked
+
+
+def _stacked(draw: st.DrawFn, pair: Pair) -> Pair:
+    others = [_leaf(draw, pair[1].shape) for _ in range(draw(st.integers(0, 2)))]
+    parts = draw(st.permutations([pair, *others]))
+    return stack([p[0] for p in parts]), np.stack([p[1] for p in parts])
+
+
+def _unbound(draw: st.DrawFn, pair: Pair) -> Pair:
+    tensor, values = pair
+    parts = unbind(tensor)
+    assert len(parts) == len(values)
+    if not parts:
+        return pair
+    index = draw(st.integers(0, len(parts) - 1))
+    return parts[index], values[index]
+
+
+def _reshaped(draw: st.DrawFn, pair: Pair) -> Pair:
+    tensor, values = pair
+    size, shape = values.size, []
+    while size > 1 and len(shape) < 3:
+        shape.append(draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0])))
+        size //= shape[-1]
+    shape = draw(st.permutations([*shape, size]))
+    return reshape(tensor, tuple(shape)), values.reshape(shape)
+
+
+_STEPS: tuple[Callable[[st.DrawFn, Pair], Pair], ...] = (
+    _narrowed,
+    _selected,
+    _permuted,
+    _joined,
+    _every_second,
+    _stacked,
+    _unbound,
+    _reshaped,
+)
 
 
 @st.composite
 def _nested(draw: st.DrawFn) -> Pair:
     pair = _leaf(draw, draw(st.lists(st.integers(0, 5), max_size=4).map(tuple)))
     for step in draw(st.lists(st.sampled_from(_STEPS), max_size=5)):
-        if pair[1].ndim or step is _permuted:
+        if pair[1].ndim or step in (_permuted, _stacked, _reshaped):
             pair = step(draw, pair)
     return pair
 
@@ -133,3 +178,7 @@ def test_wrong_arguments_are_refused() -> None:
         concat([tensor, other], 0)
     with pytest.raises(ValueError, match="cannot join"):
         concat([tensor, narrow(tensor, 1, 0, 2)], 0)
+    with pytest.raises(ValueError, match="cannot stack"):
+        stack([tensor, narrow(tensor, 1, 0, 2)])
+    with pytest.raises(ValueError, match="cannot make"):
+        reshape(tensor, (5,))

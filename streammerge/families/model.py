@@ -9,7 +9,9 @@ from streammerge.errors import SourceError
 from streammerge.families.config import ModelConfig
 from streammerge.families.conversion import to_file_tensors
 from streammerge.families.experts import resolve_claims
-from streammerge.families.names import drop_reason, model_name, refuse_lora, refuse_megatron, without_common_prefix
+from streammerge.families.megatron import from_megatron
+from streammerge.families.megatron_names import is_megatron
+from streammerge.families.names import drop_reason, model_name, refuse_lora, without_common_prefix
 from streammerge.families.save_rules import SaveRules, save_rules
 from streammerge.families.torchtitan import from_torchtitan, is_torchtitan
 from streammerge.tensors.catalogue import Catalogue, Entry, EqualityCheck
@@ -51,8 +53,16 @@ def describe_model(catalogue: Catalogue, config: ModelConfig | None, *, tie: boo
         SourceError: two keys of one name; slices that are missing.
     """
     refuse_lora(list(catalogue.entries))
-    refuse_megatron(list(catalogue.entries))
     rules = save_rules(config.architecture, config.model_type) if config else None
+    if is_megatron(catalogue.entries):
+        applied = from_megatron(catalogue, config)
+        return Model(
+            tensors=applied.tensors,
+            ties=_ties(applied.tensors, config, rules, tie),
+            checks=(*applied.checks, *catalogue.checks),
+            dropped=applied.dropped,
+            rules=rules,
+        )
     named = _named(catalogue, (rules.prefix if rules else "") or "model")
     tensors: dict[str, Tensor] = {}
     dropped: dict[str, str] = {}

@@ -6,7 +6,7 @@ import re
 
 from streammerge.errors import UnsupportedError
 
-__all__ = ["drop_reason", "model_name", "refuse_lora", "refuse_megatron", "without_common_prefix"]
+__all__ = ["drop_reason", "model_name", "refuse_lora", "without_common_prefix"]
 
 # Segments that FSDP1, torch.compile, activation checkpointing and (Distributed)DataParallel insert.
 _WRAPPERS = {"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "module"}
@@ -18,10 +18,6 @@ _DROPPED = {
     re.compile(r"(^|\.)rotary(_pos)?_emb\.(cos|sin)_cached$"): "rotary buffer, computed from the config",
 }
 _LORA = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.|$)|^base_model\.model\.|\.base_layer\.")
-
-
-# Megatron-core names (0.8 to 0.16), also in FSDP and DCP checkpoints of Megatron-FSDP.
-_MEGATRON = re.compile(r"(^|\.)(embedding\.word_embeddings\.weight$|layers\.(\d+\.)?(self_attention|mlp)\.linear_)")
 
 
 def model_name(key: str) -> str:
@@ -52,17 +48,6 @@ def without_common_prefix(names: list[str], base: str) -> dict[str, str]:
 def drop_reason(name: str) -> str | None:
     """Why a tensor is no part of the saved model, or None when it is."""
     return next((reason for pattern, reason in _DROPPED.items() if pattern.search(name)), None)
-
-
-def refuse_megatron(names: list[str]) -> None:
-    """Refuse Megatron's own parameter names: no Hugging Face class knows them.
-
-    Raises:
-        UnsupportedError: naming one of the tensors.
-    """
-    found = next((name for name in names if _MEGATRON.search(name)), None)
-    if found:
-        raise UnsupportedError(f"{found} is a Megatron parameter name; Megatron models are not supported yet")
 
 
 def refuse_lora(names: list[str]) -> None:

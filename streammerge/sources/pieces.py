@@ -67,16 +67,18 @@ def assemble(key: str, pieces: Sequence[Piece], names: Mapping[int, str]) -> tup
     for piece in pieces:
         groups.setdefault(piece.ranks, []).append(piece)
     ordered = sorted(groups.values(), key=lambda group: (group[0].root_coordinate, group[0].rank))
-    claims = []
+    claims: list[Claim] = []
+    tensors: list[Stored] = []
     checks: list[EqualityCheck] = []
     for number, group in enumerate(ordered):
         axes, coordinate = group[0].root_axes, group[0].root_coordinate
         if not axes:  # torch < 2.10 has no root mesh: the order of the groups is all there is
             axes, coordinate = (len(ordered),), (number,)
         tensor, duplicates = _tiled(key, group, names)
+        tensors.append(tensor)
         claims.append(Claim(tensor, coordinate, axes))
         checks += duplicates
-    return Entry(claims[0].tensor, tuple(claims) if len(claims) > 1 else ()), checks
+    return Entry(tensors[0], tuple(claims) if len(claims) > 1 else ()), checks
 
 
 def _described(piece: Piece) -> str:

@@ -33,20 +33,21 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A second set of fragments for the same tensor that no placement accounts for.
+    """What one set of files holds of a tensor, where no placement says how the sets go together.
 
     Ranks outside of a tensor's device mesh claim the same region either because they hold copies
     (a norm under tensor parallelism) or because expert parallelism was applied before sharding and
-    left no trace in the placements. Only the model's config can tell, so the source reports both.
+    left no trace in the placements. Megatron's rank files have no placements at all. Only the model's
+    config can tell, so the source reports all claims.
 
     Attributes:
         tensor: the whole tensor as these files hold it.
         coordinate: where the files lie on the dims of the root device mesh that the tensor's own
-            mesh lacks.
+            mesh lacks; for Megatron's rank files (tensor, expert) parallel rank.
         axes: the sizes of those dims.
     """
 
-    tensor: Stored
+    tensor: Tensor
     coordinate: Index
     axes: Index
 

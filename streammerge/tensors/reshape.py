@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from streammerge.dtypes import DType
 from streammerge.tensors.fragment import Box, Fragment, Index, contiguous_strides
-from streammerge.tensors.virtual import Stored, Tensor
+from streammerge.tensors.virtual import Stored, Tensor, stack
 
-__all__ = ["flat_boxes", "flat_order", "reshape"]
+__all__ = ["flat_boxes", "flat_order", "reshape", "stack_in_order"]
 
 
 def reshape(tensor: Tensor, shape: Index) -> Tensor:
     """The same elements in the same row-major order, as ``torch.reshape``."""
     if math.prod(shape) != math.prod(tensor.shape):
         raise ValueError(f"cannot make {shape} of {tensor.shape}")
+    if shape == tensor.shape:
+        return tensor
     if isinstance(tensor, Stored) and len(tensor.fragments) == 1:
         (f,) = tensor.fragments
         item = tensor.dtype.itemsize
@@ -32,6 +34,11 @@ def flat_order(tensor: Tensor) -> Tensor:
     while isinstance(tensor, _Reshaped):
         tensor = tensor.base
     return tensor
+
+
+def stack_in_order(tensors: Sequence[Tensor]) -> Tensor:
+    """As ``stack``; where the tensors are reshaped, so is the stack, and its flat order stays cheap."""
+    return reshape(stack([flat_order(tensor) for tensor in tensors]), (len(tensors), *tensors[0].shape))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,19 @@ from hypothesis import strategies as st
 from streammerge.dtypes import dtype_named
 from streammerge.tensors.fragment import Fragment
 from streammerge.tensors.reshape import reshape
-from streammerge.tensors.virtual import Stored, Tensor, concat, narrow, nbytes, numel, permute, select, stack, strided, unbind
+from streammerge.tensors.virtual import (
+    Stored,
+    Tensor,
+    concat,
+    narrow,
+    nbytes,
+    numel,
+    permute,
+    select,
+    stack,
+    strided,
+    unbind,
+)
 from tests.support.raw import materialise
 
 _INT16 = dtype_named("int16")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +32,9 @@ class MergeOptions:
         scan: count NaN, infinite and all-zero tensors, and warn by name.
         checksums: write SHA256SUMS of the weight files.
         tie_word_embeddings: against what the config says.
+        value_model: whether the head is a value head, where the config's class does not say so.
+        model_fields: sizes of the model that the config lacks, such as ``num_attention_heads``.
+        family_tables: family tables of the user's own, before the package's.
     """
 
     max_ram: int | str | None = None
@@ -48,6 +52,9 @@ class MergeOptions:
     scan: bool = False
     checksums: bool = False
     tie_word_embeddings: bool | None = None
+    value_model: bool = False
+    model_fields: Mapping[str, int] = field(default_factory=dict)
+    family_tables: Sequence[Path | str] = ()
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense whatever the source.

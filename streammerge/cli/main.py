@@ -20,9 +20,11 @@ import click
 from streammerge import pipeline
 from streammerge.cli.options import (
     CONTEXT,
+    MODEL_FIELDS,
     compare_options,
     json_option,
     merge_options,
+    model_options,
     resource_options,
     source_options,
 )
@@ -74,6 +76,7 @@ def cli() -> None:
 @_PATHS
 @source_options
 @merge_options
+@model_options
 @click.option(
     "--push-to-hub",
     "--hf-upload-path",
@@ -110,6 +113,7 @@ def merge(
 @_PATHS
 @source_options
 @merge_options
+@model_options
 @json_option
 def plan(paths: tuple[Path, ...], as_json: bool, **options: Any) -> None:
     """Say what merging SRC... into DST would write, without reading a weight."""
@@ -154,6 +158,7 @@ def compare(first: Path, second: Path, as_json: bool, worst: int, **options: Any
 @_PATHS
 @source_options
 @merge_options
+@model_options
 @compare_options
 @click.option("--against", "--test-hf-dir", "against", type=click.Path(path_type=Path), help="What to compare with.")
 @json_option
@@ -219,7 +224,9 @@ def _arguments(paths: tuple[Path, ...], options: dict[str, Any]) -> tuple[list[P
     if destination is None or not sources:
         raise UsageError("name a source and a destination: streammerge SRC... DST (see --help)")
     _check_backend(options.pop("backend"))
-    options.pop("is_value_model")
+    options["value_model"] = options.pop("is_value_model")
+    given_sizes = {name: options.pop(name) for name in MODEL_FIELDS}
+    options["model_fields"] = {name: value for name, value in given_sizes.items() if value is not None}
     options["space_check"] = not options.pop("no_space_check")
     options["tie_word_embeddings"] = options.pop("tie_word_embedding")
     return sources, destination, options

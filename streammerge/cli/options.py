@@ -8,7 +8,16 @@ from typing import Any, TypeVar
 
 import click
 
-__all__ = ["CONTEXT", "compare_options", "json_option", "merge_options", "resource_options", "source_options"]
+__all__ = [
+    "CONTEXT",
+    "MODEL_FIELDS",
+    "compare_options",
+    "json_option",
+    "merge_options",
+    "model_options",
+    "resource_options",
+    "source_options",
+]
 
 # Dashes and underscores are the same in option names, so that verl's spelling works.
 CONTEXT: dict[str, Any] = {
@@ -16,6 +25,18 @@ CONTEXT: dict[str, Any] = {
     "token_normalize_func": lambda name: name.replace("_", "-"),
     "max_content_width": 100,
 }
+
+# What --num-attention-heads and the like give, where config.json lacks the field.
+MODEL_FIELDS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "num_experts",
+)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -113,6 +134,16 @@ def merge_options(command: Command) -> Command:
                 is_flag=True,
                 help="Where ranks hold different copies of an unsharded tensor, take the first.",
             ),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+def model_options(command: Command) -> Command:
+    """Options that say what the config does not: how to read the model's names and sizes."""
+    for option in reversed(
+        [
             click.option(
                 "--tie-word-embedding",
                 is_flag=True,
@@ -120,7 +151,23 @@ def merge_options(command: Command) -> Command:
                 help="Treat embeddings as tied, whatever the config says.",
             ),
             click.option(
-                "--is-value-model", is_flag=True, help="Accepted from verl's spelling; value heads are always kept."
+                "--is-value-model",
+                is_flag=True,
+                help="The head is a value head, though the config's class is a language model.",
+            ),
+            click.option(
+                "--family",
+                "family_tables",
+                type=_PATH,
+                multiple=True,
+                metavar="FILE",
+                help="A family table of your own (TOML); see docs/add-a-family.md.",
+            ),
+            *(
+                click.option(
+                    f"--{name.replace('_', '-')}", type=click.IntRange(0), help=f"{name}, if config.json lacks it."
+                )
+                for name in MODEL_FIELDS
             ),
         ]
     ):

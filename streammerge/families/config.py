@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from streammerge.errors import SourceError
+from streammerge.errors import SourceError, UsageError
 
 __all__ = ["ModelConfig", "edited_config", "read_config"]
 
@@ -28,6 +28,7 @@ class ModelConfig:
         dtype: such as ``bfloat16``, or None.
         tie_word_embeddings: as written, or None when the file leaves it to the class.
         experts: number of routed experts, or None.
+        added: fields of ``raw`` that the file lacks.
     """
 
     raw: Mapping[str, Any]
@@ -36,13 +37,18 @@ class ModelConfig:
     dtype: str | None
     tie_word_embeddings: bool | None
     experts: int | None
+    added: Mapping[str, int] = field(default_factory=dict)
 
 
-def read_config(path: Path) -> ModelConfig:
+def read_config(path: Path, sizes: Mapping[str, int] | None = None) -> ModelConfig:
     """Read a config.json.
+
+    Args:
+        sizes: fields that it may lack.
 
     Raises:
         SourceError: it is not a JSON object.
+        UsageError: it has another value for one of the ``sizes``.
     """
     try:
         raw = json.loads(path.read_bytes())
@@ -50,6 +56,13 @@ def read_config(path: Path) -> ModelConfig:
         raise SourceError(f"{path} cannot be read: {fault}") from fault
     if not isinstance(raw, dict):
         raise SourceError(f"{path} is not a JSON object")
+    added: dict[str, int] = {}
+    for name, value in (sizes or {}).items():
+        stated = _first(raw, _EXPERT_COUNTS if name == "num_experts" else (name,))
+        if stated is not None and stated != value:
+            raise UsageError(f"{path} has {name} = {stated}, not {value}; such an option is for what the file lacks")
+        if stated is None:
+            raw[name] = added[name] = value
     names = raw.get("architectures")
     first = names[0] if isinstance(names, list) and names else None
     return ModelConfig(
@@ -59,6 +72,7 @@ def read_config(path: Path) -> ModelConfig:
         dtype=_string(_first(raw, _DTYPES)),
         tie_word_embeddings=_tie(raw),
         experts=_integer(_first(raw, _EXPERT_COUNTS)),
+        added=added,
     )
 
 
@@ -84,12 +98,13 @@ def _integer(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def edited_config(raw: Mapping[str, Any], *, dtype: str | None, untie: bool) -> bytes | None:
+def edited_config(config: ModelConfig, *, dtype: str | None, untie: bool) -> bytes | None:
     """The config with another dtype or untied embeddings, or None when nothing changes.
 
-    Only those fields are touched, wherever they occur; the file is laid out as transformers does.
+    Only those fields are touched, wherever they occur, and what the file lacked is added; it is laid
+    out as transformers does.
     """
-    edited = json.loads(json.dumps(raw))
+    edited = json.loads(json.dumps(config.raw))
     for part in _parts(edited):
         for name in _DTYPES:
             if dtype is not None and part.get(name) is not None:
@@ -98,7 +113,7 @@ def edited_config(raw: Mapping[str, Any], *, dtype: str | None, untie: bool) -> 
             part["tie_word_embeddings"] = False
     if untie:
         edited["tie_word_embeddings"] = False
-    if edited == raw:
+    if edited == config.raw and not config.added:
         return None
     return (json.dumps(edited, indent=2, ensure_ascii=False) + "\n").encode()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from streammerge.errors import SourceError
 from streammerge.families.config import ModelConfig
@@ -40,12 +41,21 @@ class Model:
     rules: SaveRules | None
 
 
-def describe_model(catalogue: Catalogue, config: ModelConfig | None, *, tie: bool | None = None) -> Model:
+def describe_model(
+    catalogue: Catalogue,
+    config: ModelConfig | None,
+    *,
+    tie: bool | None = None,
+    tables: Sequence[Path] = (),
+    value_model: bool = False,
+) -> Model:
     """Name the catalogue's tensors as the model does and find what need not be written.
 
     Args:
         config: the model's config; without one nothing is tied and no name is converted.
         tie: whether embeddings are tied, against what the config says.
+        tables: family tables of the user's own.
+        value_model: whether the head is a value head, where the config's class does not say so.
 
     Raises:
         UnsupportedError: LoRA adapters; expert slices whose place is unknown; names without a rule.
@@ -55,7 +65,7 @@ def describe_model(catalogue: Catalogue, config: ModelConfig | None, *, tie: boo
     refuse_lora(list(catalogue.entries))
     rules = save_rules(config.architecture, config.model_type) if config else None
     if is_megatron(catalogue.entries):
-        applied = from_megatron(catalogue, config)
+        applied = from_megatron(catalogue, config, tables=tables, value_model=value_model)
         return Model(
             tensors=applied.tensors,
             ties=_ties(applied.tensors, config, rules, tie),

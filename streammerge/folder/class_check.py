@@ -41,9 +41,18 @@ class ClassReport:
     extra: tuple[str, ...] = ()
 
 
-def check_against_class(config: Path, shapes: Mapping[str, tuple[int, ...]]) -> ClassReport:
-    """Run the check in a child process. A class that transformers does not know is a note."""
-    request = json.dumps({"config": str(config.parent), "shapes": {k: list(v) for k, v in shapes.items()}})
+def check_against_class(
+    config: Path, shapes: Mapping[str, tuple[int, ...]], fields: Mapping[str, int] | None = None
+) -> ClassReport:
+    """Run the check in a child process. A class that transformers does not know is a note.
+
+    Args:
+        config: the config.json.
+        shapes: planned name -> shape.
+        fields: of the config, which the file lacks.
+    """
+    planned = {name: list(shape) for name, shape in shapes.items()}
+    request = json.dumps({"config": str(config.parent), "shapes": planned, "fields": dict(fields or {})})
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     try:
         child = subprocess.run(
@@ -87,14 +96,14 @@ def raise_for_report(report: ClassReport, architecture: str | None) -> None:
 def _main() -> None:
     request = json.load(sys.stdin)
     try:
-        answer = _compare(request["config"], request["shapes"])
+        answer = _compare(request["config"], request["shapes"], request["fields"])
     except Exception as fault:  # whatever transformers raises for a config is a note, not a failure
         answer = {"note": f"transformers cannot build the model class: {fault}"[:300]}
     print("\n" + json.dumps(answer))
 
 
-def _compare(folder: str, shapes: dict[str, list[int]]) -> dict[str, Any]:
-    expected, optional = _expected(folder)
+def _compare(folder: str, shapes: dict[str, list[int]], fields: dict[str, int]) -> dict[str, Any]:
+    expected, optional = _expected(folder, fields)
     return {
         "missing": sorted(name for name in expected if name not in shapes and name not in optional),
         "wrong_shapes": {
@@ -106,13 +115,13 @@ def _compare(folder: str, shapes: dict[str, list[int]]) -> dict[str, Any]:
     }
 
 
-def _expected(folder: str) -> tuple[dict[str, list[int]], set[str]]:
+def _expected(folder: str, fields: dict[str, int]) -> tuple[dict[str, list[int]], set[str]]:
     """Name -> shape of what ``save_pretrained`` writes, and the names that tying makes optional."""
     import torch
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
 
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **fields)
     if not config.architectures:
         raise LookupError("config.json names no architecture")
     model_class = getattr(transformers, config.architectures[0], None)

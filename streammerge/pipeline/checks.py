@@ -75,7 +75,7 @@ def check_class(prepared: Prepared, made: Plan) -> str:
         return f"not checked (it needs a budget of {format_size(rss() + CHECK_BYTES)}; --check does it all the same)"
     prepared.observer.phase("checking against the model class", 0)
     shapes = {tensor.name: tensor.tensor.shape for file in made.files for tensor in file.tensors}
-    report = check_against_class(config, shapes)
+    report = check_against_class(config, shapes, prepared.config.added)
     if report.note:
         return f"not checked ({report.note})"
     raise_for_report(report, prepared.config.architecture)

@@ -84,8 +84,14 @@ def prepare(source: PathLike | Sequence[PathLike], options: MergeOptions, observ
     catalogue = open_source(as_paths(source), mesh_order=options.mesh_order, subtree=options.subtree)
     folder = hub.local_folder(options.hf_config) if options.hf_config is not None else catalogue.hf_folder
     sidecars = find_sidecars(folder)
-    config = read_config(sidecars.config) if sidecars.config else None
-    model = describe_model(catalogue, config, tie=options.tie_word_embeddings)
+    config = read_config(sidecars.config, options.model_fields) if sidecars.config else None
+    model = describe_model(
+        catalogue,
+        config,
+        tie=options.tie_word_embeddings,
+        tables=as_paths(list(options.family_tables)),
+        value_model=options.value_model,
+    )
     prepared = Prepared(catalogue, sidecars, config, model, max_ram, options, observer)
     for warning in catalogue.warnings:
         prepared.warn(warning)

@@ -112,7 +112,7 @@ class Work:
             with files.io_errors("read", path):
                 contents[name] = path.read_bytes()
         if self.prepared.config is not None:
-            edited = edited_config(self.prepared.config.raw, dtype=_main_dtype(self.made), untie=self.untie)
+            edited = edited_config(self.prepared.config, dtype=_main_dtype(self.made), untie=self.untie)
             if edited is not None:
                 contents[Path("config.json")] = edited
         index = self.made.index_bytes()

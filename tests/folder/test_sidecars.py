@@ -12,7 +12,7 @@ import pytest
 
 import streammerge as sm
 from streammerge.errors import SourceError, UsageError
-from streammerge.families.config import edited_config
+from streammerge.families.config import edited_config, read_config
 from streammerge.folder.sidecars import find_sidecars
 
 WriteCheckpoint = Callable[..., Path]
@@ -159,14 +159,16 @@ def test_size_counts_what_is_copied(tmp_path: Path) -> None:
     assert find_sidecars(tmp_path).size == 8
 
 
-def test_edits_reach_every_part() -> None:
+def test_edits_reach_every_part(tmp_path: Path) -> None:
     raw = {
         "torch_dtype": "float32",
         "text_config": {"dtype": "float32", "tie_word_embeddings": True, "quantization_config": {"dtype": "float32"}},
         "vision_config": {"dtype": None, "depth": 3},
         "other": {"dtype": "float32"},
     }
-    edited = edited_config(raw, dtype="bfloat16", untie=True)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = read_config(tmp_path / "config.json")
+    edited = edited_config(config, dtype="bfloat16", untie=True)
     assert edited is not None
     assert json.loads(edited) == {
         "torch_dtype": "bfloat16",
@@ -175,8 +177,22 @@ def test_edits_reach_every_part() -> None:
         "other": {"dtype": "float32"},
         "tie_word_embeddings": False,
     }
-    assert edited_config(raw, dtype="float32", untie=False) is None
-    assert edited_config(raw, dtype=None, untie=False) is None
+    assert edited_config(config, dtype="float32", untie=False) is None
+    assert edited_config(config, dtype=None, untie=False) is None
+
+
+def test_sizes_that_the_file_lacks_are_added(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"num_attention_heads": 8, "num_local_experts": 4}))
+    config = read_config(path, {"num_key_value_heads": 2, "num_attention_heads": 8, "num_experts": 4})
+    assert json.loads(edited_config(config, dtype=None, untie=False) or b"") == {
+        "num_attention_heads": 8,
+        "num_local_experts": 4,
+        "num_key_value_heads": 2,
+    }
+    for name in ("num_attention_heads", "num_experts"):
+        with pytest.raises(UsageError, match=f"{name} = "):
+            read_config(path, {name: 16})
 
 
 def test_sidecars_are_not_modified(source: Path, tmp_path: Path, snapshot: Callable[[Path], object]) -> None:

@@ -36,7 +36,7 @@ class Applied:
         tensors: Hugging Face name -> tensor, in the table's order.
         checks: copies that must hold equal bytes.
         dropped: key -> why it is not written.
-        lacking: the config's fields that ask for layers which the checkpoint lacks, and may lack.
+        lacking: for layers that the config asks for and the checkpoint lacks, as it may: what to say.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -112,17 +112,22 @@ class _Run:
 
     def finished(self) -> Applied:
         """Everything that was sorted in, checked to be complete."""
-        there = {row.block: False for row in self._table.rows}
+        # Blocks of one count belong together: the two halves of a multi token prediction layer.
+        there = {row.block.count: False for row in self._table.rows if row.block}
         for order, row in enumerate(self._table.rows):
-            there[row.block] |= bool(self._found[order])
+            if row.block is not None:
+                there[row.block.count] |= bool(self._found[order])
         for order, row in enumerate(self._table.rows):
-            if row.block is None or there[row.block] or not row.block.optional:
+            if row.block is None or there[row.block.count] or not row.block.optional:
                 self._check_complete(row, self._found[order])
         for row, layer in self._in_output_order():
             self._emit(row, layer, self._found[self._order[id(row)]][layer])
-        for block, present in there.items():
-            if block is not None and not present and self._count(block):
-                self._result.lacking.append(self._fields.describe(block.count))
+        for block in {row.block.count: row.block for row in self._table.rows if row.block}.values():
+            if not there[block.count] and self._count(block):
+                self._result.lacking.append(
+                    f"the config has {self._fields.describe(block.count)}, but the checkpoint holds none of these "
+                    "layers, so they are not written (--fill-from BASE takes them from a base model)"
+                )
         return self._result
 
     def _count(self, block: Block) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from streammerge.errors import SourceError
@@ -32,6 +32,8 @@ class Model:
         checks: replicas that must hold equal bytes.
         dropped: name -> the rule that keeps it out of the folder.
         rules: how ``save_pretrained`` treats the class, or None when that is not known.
+        notes: what the user should know.
+        absent: names that the class has and the training framework does not -> what they will be.
     """
 
     tensors: Mapping[str, Tensor]
@@ -39,6 +41,8 @@ class Model:
     checks: tuple[EqualityCheck, ...]
     dropped: Mapping[str, str]
     rules: SaveRules | None
+    notes: tuple[str, ...] = ()
+    absent: Mapping[str, str] = field(default_factory=dict)
 
 
 def describe_model(
@@ -72,6 +76,8 @@ def describe_model(
             checks=(*applied.checks, *catalogue.checks),
             dropped=applied.dropped,
             rules=rules,
+            notes=tuple(applied.lacking),
+            absent={"score.bias": "zeros in transformers"} if "score.weight" in applied.tensors else {},
         )
     named = _named(catalogue, (rules.prefix if rules else "") or "model")
     tensors: dict[str, Tensor] = {}

@@ -11,8 +11,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,11 @@ class ClassReport:
     missing: tuple[str, ...] = ()
     wrong_shapes: Mapping[str, tuple[list[int], list[int]]] | None = None
     extra: tuple[str, ...] = ()
+
+    def without_missing(self, names: Collection[str]) -> tuple[ClassReport, list[str]]:
+        """The report without some of the missing names, and which of these it had."""
+        rest = tuple(name for name in self.missing if name not in names)
+        return replace(self, missing=rest), [name for name in self.missing if name in names]
 
 
 def check_against_class(

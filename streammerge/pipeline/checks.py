@@ -78,7 +78,10 @@ def check_class(prepared: Prepared, made: Plan) -> str:
     report = check_against_class(config, shapes, prepared.config.added)
     if report.note:
         return f"not checked ({report.note})"
+    report, absent = report.without_missing(prepared.model.absent)
     raise_for_report(report, prepared.config.architecture)
+    for name in absent:
+        prepared.warn(f"{name} has no counterpart in the training framework: {prepared.model.absent[name]}")
     if report.extra:
         listed = ", ".join(report.extra[:5]) + (f" and {len(report.extra) - 5} more" if len(report.extra) > 5 else "")
         prepared.warn(f"{prepared.config.architecture} does not know {listed}; written all the same")

@@ -93,7 +93,7 @@ def prepare(source: PathLike | Sequence[PathLike], options: MergeOptions, observ
         value_model=options.value_model,
     )
     prepared = Prepared(catalogue, sidecars, config, model, max_ram, options, observer)
-    for warning in catalogue.warnings:
+    for warning in (*catalogue.warnings, *model.notes):
         prepared.warn(warning)
     return prepared
 

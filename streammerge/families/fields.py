@@ -6,12 +6,31 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from streammerge.errors import SourceError, UsageError
+from streammerge.families.config import ModelConfig
 from streammerge.families.expressions import evaluate, names_in
+from streammerge.families.table import Table
 
-__all__ = ["Fields"]
+__all__ = ["Fields", "fields_of"]
 
 # Numbers in a parameter's name: what depends on them differs from one to the next.
 _NUMBERS = {"layer", "expert"}
+
+
+_VALUE_MODELS = ("ForTokenClassification", "ForSequenceClassification")
+
+
+def fields_of(config: ModelConfig, table: Table, *, value_model: bool = False) -> Fields:
+    """The fields that a table can use: the language model's part of a config over the rest of it.
+
+    Args:
+        value_model: whether the head is a value head, also when the config's class does not say so.
+    """
+    text = config.raw.get("text_config")
+    values: dict[str, Any] = {**config.raw, **(text if isinstance(text, Mapping) else {})}
+    values["is_value_model"] = value_model or (config.architecture or "").endswith(_VALUE_MODELS)
+    if config.tie_word_embeddings is not None:
+        values["tie_word_embeddings"] = config.tie_word_embeddings
+    return Fields(values, table.fields)
 
 
 class Fields:
@@ -27,6 +46,10 @@ class Fields:
         self._definitions = definitions
         self._known: dict[str, Any] = {}
         self._varying: dict[str, bool] = {}
+
+    def has(self, name: str) -> bool:
+        """Whether a name has a value."""
+        return self._find(name, {}, ()) is not None
 
     def size(self, text: str, **numbers: int) -> int:
         """The value of an expression that must be a size.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from streammerge.errors import SourceError, UsageError
 from streammerge.families.apply_table import Applied, apply_table
 from streammerge.families.config import ModelConfig
-from streammerge.families.fields import Fields
+from streammerge.families.fields import Fields, fields_of
 from streammerge.families.held import Held
 from streammerge.families.megatron_names import EXPERT_STACK, GROUPED, LAYER_STACK, canonical_name
 from streammerge.families.table_files import find_table
@@ -28,7 +27,6 @@ _RECORDED = {
     "num_query_groups": "num_key_value_heads",
     "kv_channels": "head_dim",
 }
-_VALUE_MODELS = ("ForTokenClassification", "ForSequenceClassification")
 
 
 def from_megatron(
@@ -51,30 +49,22 @@ def from_megatron(
             "with --hf-config"
         )
     table = find_table("megatron", config.model_type, tables)
-    text = config.raw.get("text_config")
-    values: dict[str, Any] = {**config.raw, **(text if isinstance(text, Mapping) else {})}
-    values["is_value_model"] = value_model or (config.architecture or "").endswith(_VALUE_MODELS)
-    if config.tie_word_embeddings is not None:
-        values["tie_word_embeddings"] = config.tie_word_embeddings
-    fields = Fields(values, table.fields)
-    _compare_with_recorded(catalogue.settings, values, fields)
+    fields = fields_of(config, table, value_model=value_model)
+    _compare_with_recorded(catalogue.settings, fields)
     return apply_table(_unstacked(catalogue.entries, fields), table, fields)
 
 
-def _compare_with_recorded(settings: Mapping[str, object], values: Mapping[str, Any], fields: Fields) -> None:
+def _compare_with_recorded(settings: Mapping[str, object], fields: Fields) -> None:
     """Refuse a config that differs from what the training framework recorded."""
     wrong = []
+    latent = fields.has("qk_rope_head_dim")
     for setting, field in _RECORDED.items():
-        if field == "head_dim" and values.get("qk_rope_head_dim") is not None:
-            continue  # latent attention has other head sizes, and Megatron's kv_channels no meaning
+        if latent and field in ("head_dim", "num_key_value_heads"):
+            continue  # latent attention has neither, and what Megatron records for them means nothing
         recorded = settings.get(setting)
         if setting == "num_query_groups" and settings.get("group_query_attention") is False:
             recorded = settings.get("num_attention_heads")
-        if not isinstance(recorded, int) or values.get(field) is None:
-            continue
-        if field == "num_key_value_heads" and values.get("qk_rope_head_dim") is not None:
-            continue
-        if fields.size(field) != recorded:
+        if isinstance(recorded, int) and fields.has(field) and fields.size(field) != recorded:
             wrong.append(f"{fields.describe(field)}, but the checkpoint was trained with {setting} = {recorded}")
     if wrong:
         raise SourceError(f"the config is not that of the checkpoint: {'; '.join(wrong)}")

@@ -93,8 +93,8 @@ def describe_model(
         tensors[name], copies = resolve_claims(name, entry, config.experts if config else None)
         checks += copies
     if is_torchtitan(tensors):
-        tensors, left_out = from_torchtitan(tensors, config)
-        dropped |= left_out
+        applied = from_torchtitan(tensors, config, tables)
+        tensors, dropped = applied.tensors, dropped | applied.dropped
     checks += [check for check in catalogue.checks if model_name(check.name) not in dropped]
     return Model(tensors, _ties(tensors, config, rules, tie), tuple(checks), dropped, rules)
 

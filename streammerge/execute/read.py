@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from streammerge.tensors.catalogue import SourceFile
 __all__ = ["READERS", "Reader", "make_reader"]
 
 _PAGE = 4096
+_SHARED_BYTES = 256 << 20  # read, not kept: a range that was read six times counts six times
 _MAX_OPEN = 64  # a soft limit of 1024 descriptors is common, and there are several workers
 _RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 0x08)
 _MADV_POPULATE_READ = 22  # Linux 5.14; not in Python's mmap module
@@ -29,6 +30,10 @@ class Reader(Protocol):
 
     def window(self, file: int, offset: int, size: int) -> memoryview:
         """``size`` bytes of a file, valid until the next call. ``size`` is at most the window's."""
+        ...
+
+    def shared_window(self, file: int, offset: int, size: int) -> memoryview:
+        """As ``window``, for a range that the next tiles will want too: the page cache keeps it for a while."""
         ...
 
     def close(self) -> None:
@@ -73,6 +78,43 @@ class _OpenFiles:
         self._open.clear()
 
 
+class _SharedReads:
+    """``preadv`` through the page cache, of which the last ranges read are left there.
+
+    A transposed matrix is read again and again, with a few more of its columns wanted each time.
+    """
+
+    def __init__(self, files: _OpenFiles, view: memoryview) -> None:
+        self._files, self._view = files, view
+        self._kept: deque[tuple[int, int, int]] = deque()
+        self._bytes = 0
+
+    def window(self, file: int, offset: int, size: int) -> memoryview:
+        fd = self._files.fd(file)
+        view = self._view[:size]
+        done = 0
+        with io_errors("read", self._files.path(file)):
+            while done < size:
+                got = os.preadv(fd, [view[done:]], offset + done)
+                if got == 0:
+                    raise self._files.shrunk(file)
+                done += got
+        self._kept.append((file, offset, size))
+        self._bytes += size
+        while self._bytes > _SHARED_BYTES:
+            self._drop()
+        return view
+
+    def _drop(self) -> None:
+        file, offset, size = self._kept.popleft()
+        self._bytes -= size
+        os.posix_fadvise(self._files.fd(file), offset, size, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        while self._kept:
+            self._drop()
+
+
 class _BufferedReader:
     """``preadv`` through the page cache, leaving nothing behind in it where the kernel can do that."""
 
@@ -80,6 +122,8 @@ class _BufferedReader:
         self._files = _OpenFiles(sources, 0)
         self._view = memoryview(mmap.mmap(-1, size))
         self._flags = _RWF_DONTCACHE
+        self._shared = _SharedReads(self._files, self._view)
+        self.shared_window = self._shared.window
 
     def window(self, file: int, offset: int, size: int) -> memoryview:
         fd = self._files.fd(file)
@@ -105,6 +149,7 @@ class _BufferedReader:
             return os.preadv(fd, [view], offset)
 
     def close(self) -> None:
+        self._shared.close()
         self._files.close()
 
 
@@ -118,6 +163,8 @@ class _DirectReader:
         self._direct = _OpenFiles(sources, os.O_DIRECT)
         self._cached = _OpenFiles(sources, 0)
         self._view = memoryview(mmap.mmap(-1, size + 2 * _PAGE))  # page aligned, as direct reads need
+        self._shared = _SharedReads(self._cached, self._view)
+        self.shared_window = self._shared.window
 
     def window(self, file: int, offset: int, size: int) -> memoryview:
         with io_errors("read", self._direct.path(file)):
@@ -147,6 +194,7 @@ class _DirectReader:
             raise
 
     def close(self) -> None:
+        self._shared.close()
         self._direct.close()
         self._cached.close()
 
@@ -180,6 +228,9 @@ class _MmapReader:
             if not copy_from(mapping, offset - start, view):
                 raise self._files.shrunk(file)
         return view
+
+    def shared_window(self, file: int, offset: int, size: int) -> memoryview:
+        return self.window(file, offset, size)  # what is mapped stays in the page cache anyway
 
     def close(self) -> None:
         self._files.close()

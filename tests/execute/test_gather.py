@@ -38,6 +38,8 @@ class Memory:
         self.calls += 1
         return memoryview(self._files[file])[offset : offset + size]
 
+    shared_window = window
+
     def close(self) -> None:
         """Nothing to close."""
 

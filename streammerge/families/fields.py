@@ -124,13 +124,12 @@ class Fields:
 
     def _behind(self, name: str, numbers: Mapping[str, int], above: tuple[str, ...]) -> list[str]:
         """The config fields that decide a name's value."""
-        chosen = None if name in numbers else self._chosen(name, numbers, above)
-        if chosen is None:
-            if name in above or name in numbers or name not in self._definitions:
-                return [name]
-            first = self._definitions[name][:3]
-            return [one for text in first for one in names_in(text)] or [name]
-        return [field for one in names_in(chosen) for field in self._behind(one, numbers, (*above, name))] or [name]
+        if name in numbers or name in above or name not in self._definitions:
+            return [name]
+        chosen = self._chosen(name, numbers, above)
+        found = [field for one in names_in(chosen or "None") for field in self._behind(one, numbers, (*above, name))]
+        # A constant stands in for fields that the config lacks: it is these that a user can set.
+        return found or [one for text in self._definitions[name] for one in names_in(text)] or [name]
 
     def _varies(self, text: str) -> bool:
         """Whether an expression depends on numbers in the parameter's name."""

@@ -85,6 +85,9 @@ def _extended(path: Path, above: tuple[Path, ...]) -> Content:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as fault:
         raise UsageError(f"family table {path} cannot be read: {fault}") from fault
+    for key, rows in content.items():
+        if key not in _TOP - {"block"} and not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
+            raise UsageError(f"family table {path}: {key} is no list of tables")
     parent = content.pop("extends", None)
     if parent is None:
         return content
@@ -94,10 +97,10 @@ def _extended(path: Path, above: tuple[Path, ...]) -> Content:
     base = beside if beside.is_file() else _OWN / f"{parent}.toml"
     if base.resolve() in above or not base.is_file():
         raise UsageError(f"family table {path} extends {parent}, which is not there (or extends this one)")
-    return _over(_extended(base, (*above, path.resolve())), content, path)
+    return _over(_extended(base, (*above, path.resolve())), content)
 
 
-def _over(base: Content, content: Content, path: Path) -> Content:
+def _over(base: Content, content: Content) -> Content:
     """Rows replace those of the same source, names and fields those of the same name."""
     merged = {**base, **content}
     for key in ("names", "fields"):
@@ -105,8 +108,6 @@ def _over(base: Content, content: Content, path: Path) -> Content:
     removed = set(content.get("remove", ()))
     for key in {*base, *content} - _TOP | {"block"}:
         own = content.get(key, [])
-        if not isinstance(own, list) or not all(isinstance(row, dict) for row in own):
-            raise UsageError(f"family table {path}: {key} is no list of tables")
         replaced = {str(row.get("from")) for row in own} | removed
         merged[key] = [row for row in base.get(key, []) if str(row.get("from")) not in replaced] + own
     return merged

@@ -18,7 +18,7 @@ from streammerge.tensors.catalogue import EqualityCheck
 from streammerge.tensors.reshape import stack_in_order
 from streammerge.tensors.virtual import Tensor
 
-__all__ = ["Applied", "apply_table"]
+__all__ = ["Applied", "apply_table", "target_numbers"]
 
 _NONE = -1  # the layer or expert of a parameter that has none
 
@@ -36,12 +36,14 @@ class Applied:
         tensors: Hugging Face name -> tensor, in the table's order.
         checks: copies that must hold equal bytes.
         dropped: key -> why it is not written.
+        adapters: module with ``.lora_A.weight`` or ``.lora_B.weight`` -> tensor.
         lacking: for layers that the config asks for and the checkpoint lacks, as it may: what to say.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     checks: list[EqualityCheck] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)
+    adapters: dict[str, Tensor] = field(default_factory=dict)
     lacking: list[str] = field(default_factory=list)
 
 
@@ -59,6 +61,13 @@ def apply_table(held: Mapping[str, Held], table: Table, fields: Fields) -> Appli
     for name, one in held.items():
         run.sort_in(name, one)
     return run.finished()
+
+
+def target_numbers(row: Row, numbers: Mapping[str, int], fields: Fields) -> dict[str, int]:
+    """The numbers in Hugging Face's names: those of the framework, moved by the block's offset."""
+    if row.block is None or row.block.offset == "0":
+        return dict(numbers)
+    return {**numbers, "layer": numbers["layer"] + fields.size(row.block.offset)}
 
 
 class _Run:
@@ -92,10 +101,7 @@ class _Run:
         return row.when == "True" or bool(self._fields.evaluate(row.when, **own))
 
     def _target_numbers(self, row: Row, numbers: Mapping[str, int]) -> dict[str, int]:
-        """The numbers in Hugging Face's names: those of the framework, moved by the block's offset."""
-        if row.block is None or row.block.offset == "0":
-            return dict(numbers)
-        return {**numbers, "layer": numbers["layer"] + self._fields.size(row.block.offset)}
+        return target_numbers(row, numbers, self._fields)
 
     def _unknown(self, name: str, held: Held, candidates: Sequence[Match]) -> SourceError | UnsupportedError:
         if not candidates:

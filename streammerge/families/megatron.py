@@ -10,6 +10,7 @@ from streammerge.families.apply_table import Applied, apply_table
 from streammerge.families.config import ModelConfig
 from streammerge.families.fields import Fields, fields_of
 from streammerge.families.held import Held
+from streammerge.families.megatron_adapters import adapters_of, is_adapter
 from streammerge.families.megatron_names import EXPERT_STACK, GROUPED, LAYER_STACK, canonical_name
 from streammerge.families.table_files import find_table
 from streammerge.tensors.catalogue import Catalogue, Claim, Entry
@@ -51,7 +52,13 @@ def from_megatron(
     table = find_table("megatron", config.model_type, tables)
     fields = fields_of(config, table, value_model=value_model)
     _compare_with_recorded(catalogue.settings, fields)
-    return apply_table(_unstacked(catalogue.entries, fields), table, fields)
+    held = _unstacked(catalogue.entries, fields)
+    weights = {name: one for name, one in held.items() if not is_adapter(name)}
+    adapters = adapters_of(held, table, fields)
+    applied = apply_table(weights, table, fields) if weights else Applied()  # a PEFT run may save adapters alone
+    applied.adapters = adapters.tensors
+    applied.checks += adapters.checks
+    return applied
 
 
 def _compare_with_recorded(settings: Mapping[str, object], fields: Fields) -> None:

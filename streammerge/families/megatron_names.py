@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-__all__ = ["EXPERT_STACK", "GROUPED", "LAYER_STACK", "canonical_name", "is_megatron", "is_megatron_adapter"]
+__all__ = ["EXPERT_STACK", "GROUPED", "LAYER_STACK", "canonical_name", "is_megatron"]
 
 # Whichever way a layer is built, one of these is in it (Megatron-core 0.8 to 0.20, and what came before it).
 _MARK = re.compile(
@@ -58,11 +58,6 @@ GROUPED = re.compile(r"^(?P<before>.*\.mlp\.experts)\.weight(?P<which>[12])$")
 def is_megatron(names: Iterable[str]) -> bool:
     """Whether a state dict is Megatron's, adapters alone included."""
     return any(_MARK.search(name) or _ADAPTER.search(name) for name in names)
-
-
-def is_megatron_adapter(name: str) -> bool:
-    """Whether a parameter belongs to a LoRA adapter of Megatron-Bridge or mbridge."""
-    return bool(_ADAPTER.search(name))
 
 
 def canonical_name(key: str) -> str:

@@ -70,6 +70,7 @@ def describe_model(
     rules = save_rules(config.architecture, config.model_type) if config else None
     if is_megatron(catalogue.entries):
         applied = from_megatron(catalogue, config, tables=tables, value_model=value_model)
+        refuse_lora(list(applied.adapters))
         return Model(
             tensors=applied.tensors,
             ties=_ties(applied.tensors, config, rules, tie),

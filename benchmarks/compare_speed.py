@@ -65,7 +65,8 @@ def main(first: Path, second: Path, rounds: int, max_ram: str) -> None:
     for name, values in (("sequential read", reading), ("compare", comparing)):
         listed = " ".join(f"{value:.1f}" for value in values)
         click.echo(f"{name:<16} {median(values):6.2f} s  {size / median(values) / 1e9:5.2f} GB/s  ({listed})")
-    click.echo(f"{size / 1e9:.2f} GB; {median(reading) / median(comparing):.2f} times the sequential rate; {rss >> 20} MiB")
+    ratio = median(reading) / median(comparing)
+    click.echo(f"{size / 1e9:.2f} GB; {ratio:.2f} times the sequential rate; {rss >> 20} MiB")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ class MergeOptions:
         space_check: refuse when the file system has too little space.
         allow_replica_mismatch: take the first of unsharded copies that differ, with a warning.
         mesh_order: which rank order to believe on device meshes whose rows do not ascend.
+        backend: ``fsdp`` or ``megatron``: what the checkpoint must be; it is found out by itself.
         subtree: which dict to take when files hold several sets of tensors.
         scan: count NaN, infinite and all-zero tensors, and warn by name.
         checksums: write SHA256SUMS of the weight files.
@@ -48,6 +49,7 @@ class MergeOptions:
     space_check: bool = True
     allow_replica_mismatch: bool = False
     mesh_order: Literal["auto", "group", "coordinate"] = "auto"
+    backend: Literal["fsdp", "megatron"] | None = None
     subtree: str | None = None
     scan: bool = False
     checksums: bool = False

@@ -129,8 +129,8 @@ def plan(paths: tuple[Path, ...], as_json: bool, **options: Any) -> None:
 def inspect(paths: tuple[Path, ...], as_json: bool, tensors: bool, **options: Any) -> None:
     """Say what SRC... is: format, ranks, meshes, tensors, what is missing."""
     given = [*options["sources"], *([options["local_dir"]] if options["local_dir"] else []), *paths]
-    _check_backend(options["backend"])
-    report = pipeline.inspect(given, mesh_order=options["mesh_order"], subtree=options["subtree"])
+    chosen = {name: options[name] for name in ("mesh_order", "subtree", "backend")}
+    report = pipeline.inspect(given, **chosen)
     _print(report, as_json)
     if tensors and not as_json:
         for name, tensor in report.tensors.items():
@@ -223,18 +223,12 @@ def _arguments(paths: tuple[Path, ...], options: dict[str, Any]) -> tuple[list[P
     sources += given
     if destination is None or not sources:
         raise UsageError("name a source and a destination: streammerge SRC... DST (see --help)")
-    _check_backend(options.pop("backend"))
     options["value_model"] = options.pop("is_value_model")
     given_sizes = {name: options.pop(name) for name in MODEL_FIELDS}
     options["model_fields"] = {name: value for name, value in given_sizes.items() if value is not None}
     options["space_check"] = not options.pop("no_space_check")
     options["tie_word_embeddings"] = options.pop("tie_word_embedding")
     return sources, destination, options
-
-
-def _check_backend(backend: str | None) -> None:
-    if backend == "megatron":
-        raise UsageError("--backend megatron: Megatron checkpoints are not supported yet")
 
 
 def _budget(options: dict[str, Any], *, quiet: bool) -> int:

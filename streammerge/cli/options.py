@@ -60,7 +60,7 @@ def source_options(command: Command) -> Command:
             click.option(
                 "--backend",
                 type=click.Choice(["fsdp", "megatron"]),
-                help="Accepted from verl's spelling; the format is found by itself.",
+                help="Refuse a checkpoint that is not of this kind; which it is is found by itself.",
             ),
             click.option(
                 "--mesh-order",

@@ -1,6 +1,7 @@
 """LoRA adapters of Megatron-Bridge and mbridge, by the tables that the weights they adapt go by.
 
-Beside ``X.weight`` there are ``X.adapter.linear_in.weight`` (PEFT's A, ``[rank, in]``) and ``X.adapter.linear_out.weight``
+Beside ``X.weight`` there are ``X.adapter.linear_in.weight`` (PEFT's A, ``[rank, in]``) and
+``X.adapter.linear_out.weight``
 (B, ``[out, rank]``). The rows of B go where the rows of the weight go: a B of grouped q/k/v becomes three, and
 A is the same for all of them. "Canonical" adapters (``X.adapter.adapter_q.linear_in.weight``) have a pair for each.
 """

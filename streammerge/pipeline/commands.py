@@ -17,25 +17,28 @@ from streammerge.folder.sidecars import find_sidecars
 from streammerge.folder.staging import check_destination, finished_plan, staged
 from streammerge.options import MergeOptions
 from streammerge.pipeline.checks import check_class, check_space, compare_replicas
-from streammerge.pipeline.prepare import Observer, PathLike, as_paths, prepare
+from streammerge.pipeline.prepare import Observer, PathLike, open_checked, prepare
 from streammerge.pipeline.work import Work
 from streammerge.reports import InspectReport, MergeReport, PlanReport
-from streammerge.sources.open import open_source
 from streammerge.tensors.virtual import nbytes, numel
 
 __all__ = ["inspect", "merge", "plan"]
 
 
 def inspect(
-    source: PathLike | Sequence[PathLike], *, mesh_order: str = "auto", subtree: str | None = None
+    source: PathLike | Sequence[PathLike],
+    *,
+    mesh_order: str = "auto",
+    subtree: str | None = None,
+    backend: str | None = None,
 ) -> InspectReport:
     """Say what a checkpoint is: format, ranks, meshes, tensors, and what is missing.
 
     Raises:
         StreammergeError: it cannot be read; see ``streammerge.errors``.
     """
-    options = MergeOptions(mesh_order=mesh_order, subtree=subtree)  # type: ignore[arg-type]
-    catalogue = open_source(as_paths(source), mesh_order=options.mesh_order, subtree=subtree)
+    options = MergeOptions(mesh_order=mesh_order, subtree=subtree, backend=backend)  # type: ignore[arg-type]
+    catalogue = open_checked(source, options)
     sidecars = find_sidecars(catalogue.hf_folder)
     config = read_config(sidecars.config) if sidecars.config else None
     tensors = {name: entry.tensor for name, entry in catalogue.entries.items()}

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from streammerge import hub
 from streammerge.dtypes import dtype_named
+from streammerge.errors import UsageError
 from streammerge.execute.memory import allowed_memory, default_budget
 from streammerge.families.config import ModelConfig, read_config
+from streammerge.families.megatron_names import is_megatron
 from streammerge.families.model import Model, describe_model, keeps_float32, output_tensors
 from streammerge.folder.sidecars import Sidecars, find_sidecars
 from streammerge.options import MergeOptions
@@ -19,7 +21,7 @@ from streammerge.sizes import parse_size
 from streammerge.sources.open import open_source
 from streammerge.tensors.catalogue import Catalogue
 
-__all__ = ["Observer", "PathLike", "Prepared", "as_paths", "budget_of", "prepare"]
+__all__ = ["Observer", "PathLike", "Prepared", "as_paths", "budget_of", "open_checked", "prepare"]
 
 PathLike = str | Path
 
@@ -81,7 +83,7 @@ def prepare(source: PathLike | Sequence[PathLike], options: MergeOptions, observ
     """
     max_ram = _check_options(options)
     observer.phase("reading metadata", 0)
-    catalogue = open_source(as_paths(source), mesh_order=options.mesh_order, subtree=options.subtree)
+    catalogue = open_checked(source, options)
     folder = hub.local_folder(options.hf_config) if options.hf_config is not None else catalogue.hf_folder
     sidecars = find_sidecars(folder)
     config = read_config(sidecars.config, options.model_fields) if sidecars.config else None
@@ -96,6 +98,22 @@ def prepare(source: PathLike | Sequence[PathLike], options: MergeOptions, observ
     for warning in (*catalogue.warnings, *model.notes):
         prepared.warn(warning)
     return prepared
+
+
+def open_checked(source: PathLike | Sequence[PathLike], options: MergeOptions) -> Catalogue:
+    """Index the source, and refuse one that is not of the kind that ``backend`` asks for.
+
+    Raises:
+        StreammergeError: it cannot be read; see ``streammerge.errors``.
+    """
+    catalogue = open_source(as_paths(source), mesh_order=options.mesh_order, subtree=options.subtree)
+    kind = "megatron" if is_megatron(catalogue.entries) else "fsdp"
+    if options.backend is not None and options.backend != kind:
+        raise UsageError(
+            f"--backend {options.backend}, but {catalogue.root} is a {kind} checkpoint ({catalogue.format}); "
+            "leave the option out"
+        )
+    return catalogue
 
 
 def _check_options(options: MergeOptions) -> int:

@@ -16,7 +16,7 @@ from streammerge.sources.subtree import choose_subtree, holds_model
 from streammerge.tensors.catalogue import Catalogue, Entry, EqualityCheck
 from streammerge.tensors.fragment import Fragment
 
-__all__ = ["has_model", "open_dcp"]
+__all__ = ["has_model", "index_tensors", "open_dcp"]
 
 
 def has_model(folder: Path) -> bool:
@@ -25,7 +25,7 @@ def has_model(folder: Path) -> bool:
     if not files:
         return any(folder.glob("__*_*.distcp")) or any(folder.glob(".metadata.tmp"))
     metadata = read_metadata(files)
-    return holds_model({path: not tensor.size for path, tensor in metadata.tensors.items()}, metadata.others)
+    return holds_model({path: not tensor.size for path, tensor in metadata.tensors.items()}, tuple(metadata.others))
 
 
 def open_dcp(folder: Path, *, subtree: str | None = None) -> Catalogue:
@@ -49,17 +49,8 @@ def open_dcp(folder: Path, *, subtree: str | None = None) -> Catalogue:
     model = _model(metadata, subtree, str(folder))
     for name in model:
         refuse_flat_parameter(name, str(folder))
-    _check_files(folder, model)
     _check_ranks(folder, files)
-    items = ItemFiles(folder, metadata.digest)
-    placed = _locate(items, model)
-    entries: dict[str, Entry] = {}
-    checks: list[EqualityCheck] = []
-    for name, tensor in model.items():
-        dtype = dtype_of(tensor, name)
-        stored, more = join_chunks(name, dtype, tensor.size, placed.get(name, []), items.sources)
-        entries[name] = Entry(stored)
-        checks += more
+    entries, checks, items = index_tensors(folder, metadata, model)
     return Catalogue(
         format="dcp",
         root=folder,
@@ -73,9 +64,37 @@ def open_dcp(folder: Path, *, subtree: str | None = None) -> Catalogue:
     )
 
 
+def index_tensors(
+    folder: Path, metadata: DcpMetadata, model: Mapping[str, DcpTensor]
+) -> tuple[dict[str, Entry], list[EqualityCheck], ItemFiles]:
+    """Locate the chunks of some of a folder's tensors, and put them together.
+
+    Args:
+        model: name -> tensor.
+
+    Returns:
+        The entries by name, the copies that must hold equal bytes, and the files.
+
+    Raises:
+        SourceError: files are missing or truncated, or chunks do not tile a tensor.
+        UnsupportedError: a dtype or transform that cannot be read.
+    """
+    _check_files(folder, model)
+    items = ItemFiles(folder, metadata.digest)
+    placed = _locate(items, model)
+    entries: dict[str, Entry] = {}
+    checks: list[EqualityCheck] = []
+    for name, tensor in model.items():
+        dtype = dtype_of(tensor, name)
+        stored, more = join_chunks(name, dtype, tensor.size, placed.get(name, []), items.sources)
+        entries[name] = Entry(stored)
+        checks += more
+    return entries, checks, items
+
+
 def _model(metadata: DcpMetadata, subtree: str | None, where: str) -> dict[str, DcpTensor]:
     counters = {path: tensor.size == () for path, tensor in metadata.tensors.items()}
-    return choose_subtree(metadata.tensors, metadata.others, counters, subtree, where)
+    return choose_subtree(metadata.tensors, tuple(metadata.others), counters, subtree, where)
 
 
 def _check_files(folder: Path, model: Mapping[str, DcpTensor]) -> None:

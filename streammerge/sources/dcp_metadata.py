@@ -55,12 +55,13 @@ class DcpMetadata:
     Attributes:
         tensors: key path -> tensor. The last component is the parameter's name, the ones before
             are the containers that it was saved in.
-        others: key paths of entries that are no tensors (a pickle each, never read).
+        others: key path -> place, of entries that are no tensors (a pickle each). None where they are
+            stored nowhere.
         digest: hash of the file or files.
     """
 
     tensors: Mapping[KeyPath, DcpTensor]
-    others: tuple[KeyPath, ...]
+    others: Mapping[KeyPath, Chunk | None]
     digest: str
 
 
@@ -81,7 +82,7 @@ def read_metadata(files: list[Path]) -> DcpMetadata:
         UnsupportedError: a dtype that cannot be moved.
     """
     tensors: dict[KeyPath, DcpTensor] = {}
-    others: dict[KeyPath, None] = {}
+    others: dict[KeyPath, Chunk | None] = {}
     digest = xxhash.xxh3_128()
     for path in files:
         if path.stat().st_size > _MAX_BYTES:
@@ -92,7 +93,7 @@ def read_metadata(files: list[Path]) -> DcpMetadata:
         if not isinstance(root, Record) or root.type_name not in ("Metadata", "MCoreMetadata"):
             raise SourceError(f"{path} is not the metadata of a distributed checkpoint")
         _join(tensors, others, root.attributes, str(path))
-    return DcpMetadata(tensors, tuple(others), digest.hexdigest())
+    return DcpMetadata(tensors, others, digest.hexdigest())
 
 
 def dtype_of(tensor: DcpTensor, name: str) -> DType:
@@ -107,7 +108,9 @@ def dtype_of(tensor: DcpTensor, name: str) -> DType:
         raise UnsupportedError(f"{name}: dtype {tensor.dtype} is not supported") from None
 
 
-def _join(tensors: dict[KeyPath, DcpTensor], others: dict[KeyPath, None], state: dict[str, Any], where: str) -> None:
+def _join(
+    tensors: dict[KeyPath, DcpTensor], others: dict[KeyPath, Chunk | None], state: dict[str, Any], where: str
+) -> None:
     entries, storage = state.get("state_dict_metadata"), state.get("storage_data")
     paths = state.get("planner_data") or {}
     if not isinstance(entries, dict) or not isinstance(storage, dict) or not isinstance(paths, dict):
@@ -117,7 +120,8 @@ def _join(tensors: dict[KeyPath, DcpTensor], others: dict[KeyPath, None], state:
     for key, entry in entries.items():
         path = _key_path(paths.get(key, (key,)), where)
         if not isinstance(entry, Record) or entry.type_name != "TensorStorageMetadata":
-            others[path] = None
+            info = places.get((str(key), ()))
+            others[path] = _chunk(Box((), ()), info.attributes, f"{where}: {key}") if info else None
             continue
         found = _tensor(str(key), entry.attributes, places, where)
         if path in seen:

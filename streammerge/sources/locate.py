@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from streammerge.errors import SourceError, UnsupportedError, UsageError
+from streammerge.errors import SourceError, UsageError
 
 __all__ = ["config_beside", "locate"]
 
 _MAX_DEPTH = 4
+# Megatron's temporary saves, and dumps of gradients that look like saves of weights.
+_PASSED_OVER = {"non_persistent", "wgrads", "dgrads"}
 _TRACKER = "latest_checkpointed_iteration.txt"  # verl and Megatron write the newest step into it
 
 
@@ -24,7 +26,6 @@ def locate(path: Path, holds: Callable[[Path], bool]) -> Path:
 
     Raises:
         UsageError: the path does not exist, or leads to several checkpoints (they are listed).
-        UnsupportedError: it holds a checkpoint of a format that cannot be read.
         SourceError: it holds none, or the tracker names a step that is not there.
     """
     if not path.exists():
@@ -46,6 +47,8 @@ def locate(path: Path, holds: Callable[[Path], bool]) -> Path:
 
 def _newest(path: Path) -> Path:
     text = (path / _TRACKER).read_text(errors="replace").strip()
+    if text == "release" and (path / text).is_dir():  # what Megatron's own converters write
+        return path / text
     for name in (f"global_step_{text}", f"iter_{text.zfill(7)}"):
         if text.isdecimal() and text.isascii() and len(text) < 20 and (path / name).is_dir():
             return path / name
@@ -57,16 +60,18 @@ def _below(folder: Path, holds: Callable[[Path], bool], depth: int) -> list[Path
         return [folder]
     if depth == _MAX_DEPTH:
         return []
-    folders = sorted(one for one in folder.iterdir() if one.is_dir() and not one.name.startswith("."))
+    folders = sorted(
+        one
+        for one in folder.iterdir()
+        if one.is_dir() and not one.name.startswith(".") and one.name not in _PASSED_OVER
+    )
     return [found for one in folders for found in _below(one, holds, depth + 1)]
 
 
-def _nothing(folder: Path) -> SourceError | UnsupportedError:
-    names = {path.name for path in folder.rglob("*") if path.is_file()}
-    if "model_optim_rng.pt" in names or "common.pt" in names:
-        return UnsupportedError(f"{folder} holds a Megatron checkpoint, which is not supported yet")
+def _nothing(folder: Path) -> SourceError:
     return SourceError(
-        f"{folder} holds no checkpoint that streammerge knows (looked for model_world_size_*_rank_*.pt and .metadata)"
+        f"{folder} holds no checkpoint that streammerge knows (looked for model_world_size_*_rank_*.pt, "
+        "mp_rank_*/model_optim_rng.pt, .metadata and metadata.json)"
     )
 
 

@@ -39,7 +39,10 @@ _PLAIN_STDLIB = {
     "datetime": {"date", "datetime", "time", "timedelta", "timezone"},
     "decimal": {"Decimal"},
     "fractions": {"Fraction"},
+    "_io": {"BytesIO"},  # extra state of Transformer Engine 1.x
+    "io": {"BytesIO"},
     "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"},
+    "signal": {"Handlers", "Sigmasks", "Signals"},  # enums; Megatron's args have one
     "types": {"SimpleNamespace"},
     "uuid": {"UUID"},
 }  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from streammerge.errors import SourceError, UnsupportedError, UsageError
+from streammerge.errors import SourceError, UsageError
 from tests.support.ranks import Cut, Mesh, junk, rank_path, write_plain, write_ranks
 from tests.support.raw import of_torch
 from tests.support.results import catalogued, read_all
@@ -73,14 +73,6 @@ def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
     file = rank_path(_checkpoint(tmp_path / "ckpt"), 2, 0)
     with pytest.raises(UsageError, match="is a file"):
         catalogued(file)
-
-
-@pytest.mark.parametrize("name", ["model_optim_rng.pt", "common.pt"])
-def test_other_formats_are_named(name: str, tmp_path: Path) -> None:
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / name).write_bytes(b"")
-    with pytest.raises(UnsupportedError, match="Megatron"):
-        catalogued(tmp_path)
 
 
 def test_links_in_circles_end(tmp_path: Path) -> None:

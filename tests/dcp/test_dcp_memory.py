@@ -24,7 +24,7 @@ from tests.dcp.dcp_support import State, chunk_of, edited_metadata, save
 MIB = 1 << 20
 EXPERTS, ROWS, COLUMNS = 96, 2048, 2048
 STEP = ROWS * COLUMNS * 4
-STACK = "layers.0.moe.experts.w1"
+STACK = "model.layers.0.mlp.experts.down_proj"
 _MERGE = """
 import json, sys, streammerge
 source, target, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
@@ -54,9 +54,9 @@ def destination(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """1.5 GiB of torchtitan experts in a single chunk, a hole but for the first and last numbers of each."""
+    """1.5 GiB of fused experts in a single chunk, a hole but for the first and last numbers of each."""
     source = tmp_path_factory.mktemp("large") / "ckpt"
-    save({"tok_embeddings.weight": torch.ones(3, 2), STACK: torch.ones(1)}, source)
+    save({"model.embed_tokens.weight": torch.ones(3, 2), STACK: torch.ones(1)}, source)
     path = source / "__0_1.distcp"
     with torch.serialization.skip_data():
         torch.save(torch.empty(EXPERTS, ROWS, COLUMNS), path)
@@ -68,7 +68,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
         place = _StorageInfo(path.name, 0, path.stat().st_size)
         metadata.storage_data[MetadataIndex(STACK, torch.Size([0, 0, 0]))] = place
     _mark(path)
-    config = {"model_type": "qwen3_moe", "num_experts": EXPERTS, "num_attention_heads": 2}
+    config = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": EXPERTS}
     (source / "config.json").write_text(json.dumps(config))
     return source
 
@@ -95,7 +95,7 @@ def test_chunk_larger_than_the_budget(large: Path, destination: Path) -> None:
     assert written > EXPERTS * STEP > 1_500_000_000
     assert peak <= 256 * MIB
     assert _ends(destination) == {
-        f"model.layers.0.mlp.experts.{e}.gate_proj.weight": (bytes([e + 1]) * 4, bytes([e + 101]) * 4)
+        f"model.layers.0.mlp.experts.{e}.down_proj.weight": (bytes([e + 1]) * 4, bytes([e + 101]) * 4)
         for e in range(EXPERTS)
     }
 

@@ -12,10 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from streammerge.dtypes import DType
+from streammerge.execute.compute import computing_reader
 from streammerge.execute.gather import copies_of, run_copies
 from streammerge.execute.memory import Buffers
-from streammerge.execute.read import Reader, make_reader
+from streammerge.execute.read import Reader
 from streammerge.tensors.catalogue import SourceFile
+from streammerge.tensors.formula import Formulas
 from streammerge.tensors.virtual import Tensor, numel
 
 __all__ = ["Comparer", "Difference", "Side", "Tolerance"]
@@ -76,6 +78,7 @@ class Side:
 
     sources: tuple[SourceFile, ...]
     route: str
+    formulas: Formulas | None = None
 
 
 class Comparer:
@@ -84,7 +87,9 @@ class Comparer:
     def __init__(self, first: Side, second: Side, buffers: Buffers) -> None:
         """Allocate the buffers: a tile for each side and a window for each."""
         self._window = buffers.window
-        self._readers = [make_reader(side.route, side.sources, buffers.window) for side in (first, second)]
+        self._readers = [
+            computing_reader(side.route, side.sources, side.formulas, buffers.window) for side in (first, second)
+        ]
         self._views = [memoryview(mmap.mmap(-1, buffers.tile)) for _ in range(2)]
 
     def close(self) -> None:

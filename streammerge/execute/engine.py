@@ -11,10 +11,10 @@ from pathlib import Path
 
 from streammerge.errors import StoppedError, StorageError
 from streammerge.execute.casts import kernel
+from streammerge.execute.compute import computing_reader, formula_casts
 from streammerge.execute.gather import fill
 from streammerge.execute.journal import Journal, digest_of
 from streammerge.execute.memory import Buffers
-from streammerge.execute.read import make_reader
 from streammerge.execute.schedule import Schedule, Tile
 from streammerge.plan.plan import OutputFile, Plan
 from streammerge.sizes import format_size
@@ -89,7 +89,7 @@ def run(
     """
     progress = progress or Progress()
     halt = halt or threading.Event()
-    for stored, written in plan.casts:
+    for stored, written in {*plan.casts, *formula_casts(plan.formulas)}:
         kernel(stored, written)  # import what it needs before the threads start
     schedule = Schedule(plan.files, folder, routes.write, buffers.tile, journal)
     failures: list[BaseException] = []
@@ -144,7 +144,7 @@ def read_through(
     Raises:
         SourceError, StorageError: reading failed.
     """
-    reader = make_reader(route, plan.sources, buffers.window)
+    reader = computing_reader(route, plan.sources, plan.formulas, buffers.window)
     whole = memoryview(mmap.mmap(-1, buffers.tile))
     seen = 0
     try:
@@ -176,7 +176,7 @@ def _work(
     watchers: Sequence[Watcher],
     ending: Callable[[], bool],
 ) -> None:
-    reader = make_reader(routes.read, plan.sources, buffers.window)
+    reader = computing_reader(routes.read, plan.sources, plan.formulas, buffers.window)
     whole = memoryview(mmap.mmap(-1, buffers.tile))  # page aligned, as direct writes need
     try:
         while not ending() and (tile := schedule.take()) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,12 +41,21 @@ class Buffers:
     estimate: int
 
 
-def divide(max_ram: int, workers: int, *, torch_needed: bool, sides: int = 1, temporary: int = 0) -> Buffers:
+def divide(
+    max_ram: int,
+    workers: int,
+    *,
+    torch_needed: bool,
+    sides: int = 1,
+    temporary: int = 0,
+    scratch: Callable[[int], int] = lambda window: 0,
+) -> Buffers:
     """Size the buffers so that the process stays within ``max_ram`` bytes.
 
     Args:
         sides: how many tiles, with a window each, a worker has.
         temporary: what each worker needs besides.
+        scratch: what it needs for computing, with a window of so many bytes.
 
     Raises:
         BudgetError: it cannot work within the budget; says the smallest that would do.
@@ -56,11 +66,11 @@ def divide(max_ram: int, workers: int, *, torch_needed: bool, sides: int = 1, te
     for tile in _TILE_SIZES:
         for count in range(workers, 0, -1):
             # Spare room per window: alignment of direct reads.
-            need = base + count * (sides * (2 * tile + (64 << 10)) + temporary)
+            need = base + count * (sides * (2 * tile + (64 << 10)) + temporary + scratch(tile))
             if need <= max_ram and (count == workers or tile == _TILE_SIZES[-1]):
                 return Buffers(count, tile, tile, need)
     # What is measured now varies from run to run by a few MB; the budget named has to work next time.
-    least = base + sides * 2 * _TILE_SIZES[-1] + temporary + (8 << 20)
+    least = base + sides * 2 * _TILE_SIZES[-1] + temporary + scratch(_TILE_SIZES[-1]) + (8 << 20)
     least += -least % (1 << 20)
     raise BudgetError(f"--max-ram {format_size(max_ram)} is too small; the least that works is {least >> 20}M", least)
 

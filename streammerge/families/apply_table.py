@@ -15,6 +15,7 @@ from streammerge.families.held import Held, whole
 from streammerge.families.layouts import LAYOUTS
 from streammerge.families.table import Block, Match, Row, Table, numbered
 from streammerge.tensors.catalogue import EqualityCheck
+from streammerge.tensors.formula import Formulas, PlusOne
 from streammerge.tensors.reshape import stack_in_order
 from streammerge.tensors.virtual import Tensor
 
@@ -37,6 +38,7 @@ class Applied:
         checks: copies that must hold equal bytes.
         dropped: key -> why it is not written.
         adapters: module with ``.lora_A.weight`` or ``.lora_B.weight`` -> tensor.
+        formulas: the tensors among them that are computed.
         lacking: for layers that the config asks for and the checkpoint lacks, as it may: what to say.
     """
 
@@ -45,6 +47,7 @@ class Applied:
     dropped: dict[str, str] = field(default_factory=dict)
     adapters: dict[str, Tensor] = field(default_factory=dict)
     lacking: list[str] = field(default_factory=list)
+    formulas: Formulas = field(default_factory=Formulas)
 
 
 def apply_table(held: Mapping[str, Held], table: Table, fields: Fields) -> Applied:
@@ -216,6 +219,8 @@ class _Run:
             self._result.checks += checks
         sections = [self._fields.size(text, **own) for text in row.sections.values()]
         try:
+            if row.layout == "plus_one":
+                return [self._result.formulas.add(PlusOne(tensor)) for tensor in tensors]
             return LAYOUTS[row.layout](tensors, self._fields, sections)
         except SourceError as fault:
             raise SourceError(f"{numbered(row.sources[0], numbers)}: {fault}") from fault

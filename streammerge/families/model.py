@@ -16,6 +16,7 @@ from streammerge.families.names import drop_reason, model_name, refuse_lora, wit
 from streammerge.families.save_rules import SaveRules, save_rules
 from streammerge.families.torchtitan import from_torchtitan, is_torchtitan
 from streammerge.tensors.catalogue import Catalogue, Entry, EqualityCheck
+from streammerge.tensors.formula import Formulas
 from streammerge.tensors.virtual import Tensor
 
 __all__ = ["Model", "describe_model", "keeps_float32", "output_tensors", "usual_ties"]
@@ -33,6 +34,7 @@ class Model:
         dropped: name -> the rule that keeps it out of the folder.
         rules: how ``save_pretrained`` treats the class, or None when that is not known.
         notes: what the user should know.
+        formulas: the tensors that are computed.
         absent: names that the class has and the training framework does not -> what they will be.
     """
 
@@ -42,6 +44,7 @@ class Model:
     dropped: Mapping[str, str]
     rules: SaveRules | None
     notes: tuple[str, ...] = ()
+    formulas: Formulas = field(default_factory=Formulas)
     absent: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -78,6 +81,7 @@ def describe_model(
             dropped=applied.dropped,
             rules=rules,
             notes=tuple(applied.lacking),
+            formulas=applied.formulas,
             absent={"score.bias": "zeros in transformers"} if "score.weight" in applied.tensors else {},
         )
     named = _named(catalogue, (rules.prefix if rules else "") or "model")

@@ -144,7 +144,7 @@ def _row(raw: Content, names: Mapping[str, str], where: str, before: str, target
     )
     if bool(row.targets) == bool(row.drop):
         raise UsageError(f"{where}: {row.sources[0]} needs either a target (to) or a reason to drop it (drop)")
-    if row.layout not in LAYOUTS:
+    if row.layout not in {*LAYOUTS, "plus_one"}:
         raise UsageError(f"{where}: {row.sources[0]} has layout {row.layout!r}; there are {', '.join(LAYOUTS)}")
     for text in (*row.shape, *row.sections.values(), row.when, row.optional):
         _check_expression(text, f"{where}: {row.sources[0]}")

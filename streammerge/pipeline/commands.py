@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from streammerge import hub
-from streammerge.execute.casts import needs_torch
-from streammerge.execute.memory import divide, peak_rss
+from streammerge.execute.memory import peak_rss
 from streammerge.families.config import read_config
 from streammerge.folder.sidecars import find_sidecars
 from streammerge.folder.staging import check_destination, finished_plan, staged
 from streammerge.options import MergeOptions
 from streammerge.pipeline.checks import check_class, check_space, compare_replicas
-from streammerge.pipeline.prepare import Observer, PathLike, open_checked, prepare
+from streammerge.pipeline.prepare import Observer, PathLike, buffers_for, open_checked, prepare
 from streammerge.pipeline.work import Work
 from streammerge.reports import InspectReport, MergeReport, PlanReport
 from streammerge.tensors.virtual import nbytes, numel
@@ -77,7 +76,7 @@ def plan(source: PathLike | Sequence[PathLike], destination: PathLike, **options
     """
     prepared = prepare(source, MergeOptions(**options), Observer())  # type: ignore[arg-type]
     made = prepared.plan(set())
-    buffers = divide(prepared.max_ram, prepared.options.workers, torch_needed=needs_torch(made.casts))
+    buffers = buffers_for(made, prepared.max_ram, prepared.options.workers)
     return PlanReport(
         destination=str(destination),
         plan=made.to_dict(),
@@ -125,11 +124,11 @@ def merge(
     if finished is None:
         check_destination(target, overwrite=prepared.options.overwrite)
     # Refuse a budget that is too small for the whole before a replica is read.
-    divide(prepared.max_ram, prepared.options.workers, torch_needed=needs_torch(prepared.plan(set()).casts))
+    buffers_for(prepared.plan(set()), prepared.max_ram, prepared.options.workers)
     untied = compare_replicas(prepared)
     made = prepared.plan(untied)
     checked = check_class(prepared, made)
-    buffers = divide(prepared.max_ram, prepared.options.workers, torch_needed=needs_torch(made.casts))
+    buffers = buffers_for(made, prepared.max_ram, prepared.options.workers)
     work = Work(prepared, made, target, buffers, bool(untied), stop)
     check_space(prepared, made, target, work.bytes_there())
     with staged(target) as staging:

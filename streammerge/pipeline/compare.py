@@ -12,6 +12,7 @@ from typing import Any
 from streammerge.dtypes import DType
 from streammerge.errors import BudgetError, DifferenceError, StoppedError, UsageError
 from streammerge.execute.casts import kernel, needs_torch
+from streammerge.execute.compute import compute_scratch, formula_casts
 from streammerge.execute.difference import Comparer, Difference, Side, Tolerance
 from streammerge.execute.memory import Buffers, divide, peak_rss
 from streammerge.execute.routes import read_route
@@ -26,6 +27,7 @@ from streammerge.reports import CompareReport, TensorReport
 from streammerge.sizes import format_size
 from streammerge.sources.open import open_reference
 from streammerge.tensors.catalogue import Catalogue
+from streammerge.tensors.formula import Formulas
 from streammerge.tensors.virtual import Tensor, nbytes
 
 __all__ = ["compare", "test"]
@@ -42,6 +44,7 @@ class _Model:
     catalogue: Catalogue
     tensors: Mapping[str, tuple[Tensor, DType]]
     ties: Mapping[str, str]
+    formulas: Formulas
 
     def find(self, name: str) -> tuple[Tensor, DType] | None:
         """The tensor of a name; for a tied name that is not stored, the one it is tied to by its own config."""
@@ -142,14 +145,11 @@ def test(
     """
     watcher = observer or Observer()
     reference = open_reference(Path(against))
-    prepared = prepare(source, MergeOptions(**options), watcher)  # type: ignore[arg-type]
-    if prepared.config is None and options.get("hf_config") is None and reference.hf_folder is not None:
-        options["hf_config"] = reference.hf_folder
-        prepared = prepare(source, MergeOptions(**options), watcher)  # type: ignore[arg-type]
+    prepared = prepare(source, MergeOptions(**options), watcher, other_config=reference.hf_folder)  # type: ignore[arg-type]
     made = prepared.plan(compare_replicas(prepared))
     tensors = {t.name: (t.tensor, t.dtype) for file in made.files for t in file.tensors}
     ties = _ties(prepared.model, tensors, prepared.config)
-    planned = _Model(str(prepared.catalogue.root), prepared.catalogue, tensors, ties)
+    planned = _Model(str(prepared.catalogue.root), prepared.catalogue, tensors, ties, prepared.model.formulas)
     chosen = CompareOptions(rtol, atol, dtype_aware, prepared.max_ram, prepared.options.workers, prepared.options.io)
     return _compare(
         planned, _as_stored(str(against), reference, _config(reference) or prepared.config), chosen, watcher
@@ -165,7 +165,7 @@ def _as_stored(label: str, catalogue: Catalogue, config: ModelConfig | None) -> 
     model = describe_model(catalogue, config)
     tensors = output_tensors(model, config, [tie.name for tie in model.ties])
     ties = _ties(model, tensors, config)
-    return _Model(label, catalogue, {name: (t, t.dtype) for name, t in tensors.items()}, ties)
+    return _Model(label, catalogue, {name: (t, t.dtype) for name, t in tensors.items()}, ties, model.formulas)
 
 
 # Names that a folder leaves out when they are tied; without them the rules could not tell.
@@ -239,13 +239,17 @@ def _run(
     buffers = divide(
         budget_of(options.max_ram),
         options.workers,
-        torch_needed=needs_torch(casts),
+        torch_needed=needs_torch(casts | formula_casts(first.formulas) | formula_casts(second.formulas)),
         sides=2,
         temporary=_TEMPORARY_BYTES,
+        scratch=lambda window: sum(compute_scratch(model.formulas, window) for model in (first, second)),
     )
-    for stored, seen in casts:
+    for stored, seen in casts | formula_casts(first.formulas) | formula_casts(second.formulas):
         kernel(stored, seen)  # import what it needs before the threads start
-    sides = [Side(model.catalogue.files, read_route(options.io, model.catalogue.files)) for model in (first, second)]
+    sides = [
+        Side(model.catalogue.files, read_route(options.io, model.catalogue.files), model.formulas)
+        for model in (first, second)
+    ]
     observer.phase("comparing", sum(nbytes(a) + nbytes(b) for a, _, b, _ in pairs.values()))
     todo: queue.SimpleQueue[str] = queue.SimpleQueue()
     for name in pairs:

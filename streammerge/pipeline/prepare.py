@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from streammerge import hub
 from streammerge.dtypes import dtype_named
 from streammerge.errors import UsageError
-from streammerge.execute.memory import allowed_memory, default_budget
+from streammerge.execute.casts import needs_torch
+from streammerge.execute.compute import compute_scratch, formula_casts
+from streammerge.execute.memory import Buffers, allowed_memory, default_budget, divide
 from streammerge.families.config import ModelConfig, read_config
 from streammerge.families.megatron_names import is_megatron
 from streammerge.families.model import Model, describe_model, keeps_float32, output_tensors
@@ -21,7 +24,7 @@ from streammerge.sizes import parse_size
 from streammerge.sources.open import open_source
 from streammerge.tensors.catalogue import Catalogue
 
-__all__ = ["Observer", "PathLike", "Prepared", "as_paths", "budget_of", "open_checked", "prepare"]
+__all__ = ["Observer", "PathLike", "Prepared", "as_paths", "budget_of", "buffers_for", "open_checked", "prepare"]
 
 PathLike = str | Path
 
@@ -67,7 +70,19 @@ class Prepared:
         config_dtype = self.config.dtype if self.config else None
         rule = dtype_rule(self.options.dtype, config_dtype, keeps_float32(self.model))
         tensors = output_tensors(self.model, self.config, untied)
-        return make_plan(tensors, self.catalogue.files, rule, parse_size(self.options.max_shard_size))
+        return make_plan(
+            tensors, self.catalogue.files, rule, parse_size(self.options.max_shard_size), self.model.formulas
+        )
+
+
+def buffers_for(made: Plan, max_ram: int, workers: int) -> Buffers:
+    """The buffers for carrying out a plan.
+
+    Raises:
+        BudgetError: it cannot be done within the budget.
+    """
+    torch_needed = needs_torch({*made.casts, *formula_casts(made.formulas)})
+    return divide(max_ram, workers, torch_needed=torch_needed, scratch=partial(compute_scratch, made.formulas))
 
 
 def as_paths(source: PathLike | Sequence[PathLike]) -> list[Path]:
@@ -75,8 +90,17 @@ def as_paths(source: PathLike | Sequence[PathLike]) -> list[Path]:
     return [Path(source)] if isinstance(source, str | Path) else [Path(one) for one in source]
 
 
-def prepare(source: PathLike | Sequence[PathLike], options: MergeOptions, observer: Observer) -> Prepared:
+def prepare(
+    source: PathLike | Sequence[PathLike],
+    options: MergeOptions,
+    observer: Observer,
+    *,
+    other_config: Path | None = None,
+) -> Prepared:
     """Read the source.
+
+    Args:
+        other_config: folder with config.json for a checkpoint that has none, when none is named.
 
     Raises:
         StreammergeError: it cannot be merged; see ``streammerge.errors``.
@@ -84,7 +108,9 @@ def prepare(source: PathLike | Sequence[PathLike], options: MergeOptions, observ
     max_ram = _check_options(options)
     observer.phase("reading metadata", 0)
     catalogue = open_checked(source, options)
-    folder = hub.local_folder(options.hf_config) if options.hf_config is not None else catalogue.hf_folder
+    folder = (
+        hub.local_folder(options.hf_config) if options.hf_config is not None else catalogue.hf_folder or other_config
+    )
     sidecars = find_sidecars(folder)
     config = read_config(sidecars.config, options.model_fields) if sidecars.config else None
     model = describe_model(

@@ -12,6 +12,7 @@ from pathlib import Path
 from streammerge import files
 from streammerge.execute.casts import needs_torch
 from streammerge.execute.checksums import CHECKSUMS_NAME, Checksums
+from streammerge.execute.compute import formula_casts
 from streammerge.execute.engine import Progress, Routes, Watcher, run
 from streammerge.execute.journal import Journal, journal_fingerprint
 from streammerge.execute.memory import Buffers
@@ -101,7 +102,7 @@ class Work:
         options = self.prepared.options
         parts = [self.made.fingerprint(), __version__, metadata.version("ml_dtypes")]
         parts += [options.mesh_order, str(options.subtree), str(options.allow_replica_mismatch)]
-        if needs_torch(self.made.casts):
+        if needs_torch({*self.made.casts, *formula_casts(self.made.formulas)}):
             parts.append(metadata.version("torch"))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 

@@ -13,6 +13,7 @@ from streammerge.dtypes import DType
 from streammerge.plan.header import aligned_order, header_bytes
 from streammerge.plan.shards import file_names, split
 from streammerge.tensors.catalogue import SourceFile
+from streammerge.tensors.formula import Formulas
 from streammerge.tensors.virtual import Tensor, nbytes, numel
 
 __all__ = ["INDEX_NAME", "OutputFile", "OutputTensor", "Plan", "make_plan"]
@@ -78,6 +79,7 @@ class Plan:
         total_size: bytes of all tensors written, without headers.
         read_size: bytes of all tensors read.
         casts: (stored dtype, written dtype) pairs that occur and differ.
+        formulas: the tensors that are computed.
     """
 
     sources: tuple[SourceFile, ...]
@@ -86,6 +88,7 @@ class Plan:
     total_size: int
     read_size: int
     casts: tuple[tuple[DType, DType], ...]
+    formulas: Formulas = field(default_factory=Formulas)
 
     @property
     def write_size(self) -> int:
@@ -110,6 +113,8 @@ class Plan:
             digest.update(f"{place}\0{source.size}\0{source.mtime_ns}\0{source.digest}\0".encode())
         for file in self.files:
             digest.update(f"{file.name}\0{file.size}\0".encode() + file.header)
+        if self.formulas.listed:
+            digest.update(self.formulas.digest().encode())
         return digest.hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
@@ -145,6 +150,7 @@ def make_plan(
     sources: tuple[SourceFile, ...],
     rule: Callable[[str, DType], DType],
     max_shard_size: int,
+    formulas: Formulas | None = None,
 ) -> Plan:
     """Lay out the output files.
 
@@ -153,6 +159,7 @@ def make_plan(
         sources: the files that the tensors' fragments point into.
         rule: (name, stored dtype) -> written dtype.
         max_shard_size: bytes of tensors per file.
+        formulas: the virtual files that fragments point into.
 
     Raises:
         UnsupportedError: a dtype that safetensors does not have.
@@ -171,6 +178,7 @@ def make_plan(
         total_size=sum(sizes.values()),
         read_size=sum(nbytes(tensor) for tensor in tensors.values()),
         casts=_casts(tensors, dtypes),
+        formulas=formulas or Formulas(),
     )
 
 

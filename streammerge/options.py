@@ -35,6 +35,11 @@ class MergeOptions:
         tie_word_embeddings: against what the config says.
         value_model: whether the head is a value head, where the config's class does not say so.
         model_fields: sizes of the model that the config lacks, such as ``num_attention_heads``.
+        lora: what to do with a LoRA adapter: ``extract``, ``fuse``, ``fuse,extract``, ``base`` (leave it out), or
+            ``auto``: extract one in the checkpoint, fuse one that is named.
+        adapter: PEFT adapter folders to fuse, and the name of one of several adapters in the checkpoint.
+        lora_alpha: of the adapter, where it is not recorded.
+        peft_rounding: compute as PEFT's ``merge_and_unload`` does, bit for bit.
         family_tables: family tables of the user's own, before the package's.
     """
 
@@ -56,6 +61,10 @@ class MergeOptions:
     tie_word_embeddings: bool | None = None
     value_model: bool = False
     model_fields: Mapping[str, int] = field(default_factory=dict)
+    lora: str = "auto"
+    adapter: Sequence[Path | str] = ()
+    lora_alpha: float | None = None
+    peft_rounding: bool = False
     family_tables: Sequence[Path | str] = ()
 
     def __post_init__(self) -> None:

@@ -148,6 +148,7 @@ class MergeReport(_Report):
         missing: what the folder lacks to be loadable.
         check: outcome of the comparison with the model class.
         uploaded: address of the Hub repository, when it was pushed.
+        lora: what became of the LoRA adapter, if there was one.
         warnings: what the user should know.
     """
 
@@ -169,6 +170,7 @@ class MergeReport(_Report):
     missing: tuple[str, ...]
     check: str
     uploaded: str | None = None
+    lora: str = ""
     warnings: tuple[str, ...] = field(default=())
 
     def lines(self) -> list[str]:
@@ -183,6 +185,8 @@ class MergeReport(_Report):
         if self.skipped:
             out.append(f"no weights      {len(self.skipped)} entries: {_some(list(self.skipped))}")
         out.append(f"dtype           {_counts(self.stored_dtypes)} stored, {_counts(self.written_dtypes)} written")
+        if self.lora:
+            out.append(f"LoRA            {self.lora}")
         out.append(f"model class     {self.check}")
         out.append(
             f"moved           {format_size(self.bytes_read)} read, {format_size(self.bytes_written)} written "

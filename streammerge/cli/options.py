@@ -156,6 +156,24 @@ def model_options(command: Command) -> Command:
                 help="The head is a value head, though the config's class is a language model.",
             ),
             click.option(
+                "--lora",
+                default="auto",
+                show_default=True,
+                metavar="MODE",
+                help="A LoRA adapter: extract (beside the base), fuse, fuse,extract or base (leave it out). "
+                "auto extracts one in the checkpoint and fuses one that is named.",
+            ),
+            click.option(
+                "--adapter",
+                multiple=True,
+                metavar="DIR|NAME",
+                help="A PEFT adapter to fuse (repeat for several), or which of several in the checkpoint to take.",
+            ),
+            click.option("--lora-alpha", type=float, help="lora_alpha, where it is not recorded."),
+            click.option(
+                "--peft-rounding", is_flag=True, help="Fuse bit for bit as PEFT does (whole matrices in memory)."
+            ),
+            click.option(
                 "--family",
                 "family_tables",
                 type=_PATH,

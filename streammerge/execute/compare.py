@@ -7,14 +7,16 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
+from streammerge.execute.compute import computing_reader
 from streammerge.execute.gather import copies_of, run_copies
 from streammerge.execute.memory import Buffers
 from streammerge.execute.read import Reader, make_reader
 from streammerge.tensors.catalogue import EqualityCheck, SourceFile
+from streammerge.tensors.formula import Formulas
 from streammerge.tensors.fragment import Fragment
 from streammerge.tensors.virtual import Tensor, numel
 
-__all__ = ["same_place", "unequal"]
+__all__ = ["all_zero", "same_place", "unequal"]
 
 
 def unequal(
@@ -23,18 +25,41 @@ def unequal(
     buffers: Buffers,
     route: str,
     on_read: Callable[[int], None] = lambda size: None,
+    formulas: Formulas | None = None,
 ) -> Iterator[EqualityCheck]:
     """The checks whose two tensors differ in at least one byte.
 
     Raises:
         SourceError, StorageError: reading failed.
     """
-    reader = make_reader(route, sources, buffers.window)
+    reader = computing_reader(route, sources, formulas, buffers.window)
     views = [memoryview(mmap.mmap(-1, buffers.tile // 2)) for _ in range(2)]
     try:
         for check in checks:
             if not same_place(check.first, check.second) and not _equal(check, reader, views, buffers.window, on_read):
                 yield check
+    finally:
+        reader.close()
+
+
+def all_zero(tensor: Tensor, sources: tuple[SourceFile, ...], buffers: Buffers, route: str) -> bool:
+    """Whether every byte of a tensor is zero.
+
+    Raises:
+        SourceError, StorageError: reading failed.
+    """
+    reader = make_reader(route, sources, buffers.window)
+    view = memoryview(bytearray(buffers.tile))
+    step = buffers.tile // tensor.dtype.itemsize
+    try:
+        for start in range(0, numel(tensor), step):
+            end = min(numel(tensor), start + step)
+            size = (end - start) * tensor.dtype.itemsize
+            copies = copies_of(tensor, start, end, tensor.dtype, 0, buffers.window)
+            run_copies(copies, view[:size], reader, buffers.window)
+            if np.frombuffer(view, np.uint8, size).any():
+                return False
+        return True
     finally:
         reader.close()
 

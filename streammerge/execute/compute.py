@@ -15,7 +15,7 @@ from streammerge.execute.gather import copies_of, run_copies
 from streammerge.execute.read import Reader, make_reader
 from streammerge.tensors.catalogue import SourceFile
 from streammerge.tensors.formula import Array, Formula, Formulas
-from streammerge.tensors.virtual import Tensor
+from streammerge.tensors.virtual import Stored, Tensor
 
 __all__ = ["compute_scratch", "computing_reader", "formula_casts"]
 
@@ -49,7 +49,23 @@ def formula_casts(formulas: Formulas) -> set[tuple[Any, Any]]:
 def compute_scratch(formulas: Formulas, window: int) -> int:
     """Bytes that a worker with such a window needs for computing."""
     scratch = max((one.scratch(_elements(one, window)) for one in formulas.listed), default=0)
-    return scratch + _KEPT * max((one.constant_bytes for one in formulas.listed), default=0)
+    constants = max((one.constant_bytes for one in formulas.listed), default=0)
+    return _depth(formulas) * (scratch + _KEPT * constants)
+
+
+def _depth(formulas: Formulas) -> int:
+    """How many formulas are computed one inside another, at most."""
+    depths: list[int] = []
+    for formula in formulas.listed:  # an input is always listed before what is made of it
+        below = [
+            depths[-1 - f.file]
+            for one in formula.inputs
+            if isinstance(one, Stored)
+            for f in one.fragments
+            if f.file < 0
+        ]
+        depths.append(1 + max(below, default=0))
+    return max(depths, default=0)
 
 
 def _elements(formula: Formula, window: int) -> int:
@@ -96,5 +112,5 @@ class _ComputingReader:
     def _read(self, tensor: Tensor, first: int, last: int) -> Array:
         values = np.empty(last - first, np.float32)
         copies = copies_of(tensor, first, last, _FLOAT32, 0, self._size)
-        run_copies(copies, values.data.cast("B"), self._reader, self._size)
+        run_copies(copies, values.data.cast("B"), self, self._size)  # an input may be computed, too
         return values

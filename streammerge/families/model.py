@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from streammerge.dtypes import DType
 from streammerge.errors import SourceError
+from streammerge.families.adapters import Adapter, choose_adapter, split_names
 from streammerge.families.config import ModelConfig
 from streammerge.families.conversion import to_file_tensors
 from streammerge.families.experts import resolve_claims
+from streammerge.families.fuse import fused
 from streammerge.families.megatron import from_megatron
 from streammerge.families.megatron_names import is_megatron
-from streammerge.families.names import drop_reason, model_name, refuse_lora, without_common_prefix
+from streammerge.families.names import drop_reason, model_name, without_common_prefix
 from streammerge.families.save_rules import SaveRules, save_rules
 from streammerge.families.torchtitan import from_torchtitan, is_torchtitan
 from streammerge.tensors.catalogue import Catalogue, Entry, EqualityCheck
 from streammerge.tensors.formula import Formulas
 from streammerge.tensors.virtual import Tensor
 
-__all__ = ["Model", "describe_model", "keeps_float32", "output_tensors", "usual_ties"]
+__all__ = ["Model", "describe_model", "keeps_float32", "output_tensors", "usual_ties", "with_adapters"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Model:
         rules: how ``save_pretrained`` treats the class, or None when that is not known.
         notes: what the user should know.
         formulas: the tensors that are computed.
+        adapters: in the order in which they are fused.
         absent: names that the class has and the training framework does not -> what they will be.
     """
 
@@ -46,6 +50,7 @@ class Model:
     notes: tuple[str, ...] = ()
     formulas: Formulas = field(default_factory=Formulas)
     absent: Mapping[str, str] = field(default_factory=dict)
+    adapters: tuple[Adapter, ...] = ()
 
 
 def describe_model(
@@ -55,6 +60,7 @@ def describe_model(
     tie: bool | None = None,
     tables: Sequence[Path] = (),
     value_model: bool = False,
+    adapter: str | None = None,
 ) -> Model:
     """Name the catalogue's tensors as the model does and find what need not be written.
 
@@ -63,17 +69,17 @@ def describe_model(
         tie: whether embeddings are tied, against what the config says.
         tables: family tables of the user's own.
         value_model: whether the head is a value head, where the config's class does not say so.
+        adapter: which of several adapters in the checkpoint to take.
 
     Raises:
-        UnsupportedError: LoRA adapters; expert slices whose place is unknown; names without a rule.
+        UnsupportedError: adapters of an unknown kind; expert slices whose place is unknown; names without a rule.
         UsageError: names that cannot be understood without a config.
         SourceError: two keys of one name; slices that are missing.
     """
-    refuse_lora(list(catalogue.entries))
     rules = save_rules(config.architecture, config.model_type) if config else None
     if is_megatron(catalogue.entries):
         applied = from_megatron(catalogue, config, tables=tables, value_model=value_model)
-        refuse_lora(list(applied.adapters))
+        own = choose_adapter(*_by_adapter(applied.adapters), catalogue.lora, adapter)
         return Model(
             tensors=applied.tensors,
             ties=_ties(applied.tensors, config, rules, tie),
@@ -83,8 +89,9 @@ def describe_model(
             notes=tuple(applied.lacking),
             formulas=applied.formulas,
             absent={"score.bias": "zeros in transformers"} if "score.weight" in applied.tensors else {},
+            adapters=_adapters(catalogue, own),
         )
-    named = _named(catalogue, (rules.prefix if rules else "") or "model")
+    named, *lora = split_names(_named(catalogue, (rules.prefix if rules else "") or "model"))
     tensors: dict[str, Tensor] = {}
     dropped: dict[str, str] = {}
     checks: list[EqualityCheck] = []
@@ -101,7 +108,60 @@ def describe_model(
         applied = from_torchtitan(tensors, config, tables)
         tensors, dropped = applied.tensors, dropped | applied.dropped
     checks += [check for check in catalogue.checks if model_name(check.name) not in dropped]
-    return Model(tensors, _ties(tensors, config, rules, tie), tuple(checks), dropped, rules)
+    parts = [{name: _tensors(held) for name, held in one.items()} for one in lora]
+    own = choose_adapter(parts[0], parts[1], catalogue.lora, adapter)
+    ties = _ties(tensors, config, rules, tie)
+    return Model(tensors, ties, tuple(checks), dropped, rules, adapters=_adapters(catalogue, own))
+
+
+def _tensors(entries: Mapping[str, Entry]) -> dict[str, Tensor]:
+    return {name: entry.tensor for name, entry in entries.items()}
+
+
+def _by_adapter(tensors: Mapping[str, Tensor]) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, Tensor]]]:
+    _, adapters, saved = split_names(tensors)
+    return adapters, saved
+
+
+def _adapters(catalogue: Catalogue, own: Adapter | None) -> tuple[Adapter, ...]:
+    """The adapter in the checkpoint, and those named besides: what these hold beside pairs replaces the base's."""
+    made = [own] if own is not None else []
+    for folder in catalogue.adapters:
+        replaced, adapters, saved = split_names(_tensors(folder.entries))
+        chosen = choose_adapter(adapters, saved, folder.settings, None)
+        if chosen is None:
+            raise SourceError(f"{folder.label} holds no LoRA matrices")
+        chosen.saved |= replaced
+        made.append(chosen)
+    return tuple(made)
+
+
+def with_adapters(
+    model: Model,
+    config: ModelConfig | None,
+    rule: Callable[[str, DType], DType],
+    *,
+    alpha: float | None,
+    peft_rounding: bool,
+    tie: bool | None = None,
+) -> Model:
+    """The model with its adapters fused into it.
+
+    Args:
+        rule: (name, stored dtype) -> written dtype.
+        alpha: lora_alpha, where it is not recorded.
+        peft_rounding: round as PEFT's ``merge_and_unload`` does.
+        tie: see ``describe_model``.
+
+    Raises:
+        SourceError: an adapter does not fit.
+        UsageError: alpha is not known.
+    """
+    tensors = dict(model.tensors)
+    tied = {check.name for check in model.ties} | set(usual_ties({"tie_word_embeddings": True}))
+    for adapter in model.adapters:
+        tensors = fused(tensors, adapter, alpha, rule, model.formulas, peft_rounding=peft_rounding, may_lack=tied)
+    return replace(model, tensors=tensors, ties=_ties(tensors, config, model.rules, tie))
 
 
 def _named(catalogue: Catalogue, base: str) -> dict[str, Entry]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 
-from streammerge.errors import UnsupportedError
-
-__all__ = ["drop_reason", "model_name", "refuse_lora", "without_common_prefix"]
+__all__ = ["drop_reason", "model_name", "without_common_prefix"]
 
 # Segments that FSDP1, torch.compile, activation checkpointing and (Distributed)DataParallel insert.
 _WRAPPERS = {"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "module"}
@@ -17,7 +15,6 @@ _DROPPED = {
     re.compile(r"(^|\.)rotary(_pos)?_emb\.(.*\.)?(original_)?inv_freq$"): "rotary buffer, computed from the config",
     re.compile(r"(^|\.)rotary(_pos)?_emb\.(cos|sin)_cached$"): "rotary buffer, computed from the config",
 }
-_LORA = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.|$)|^base_model\.model\.|\.base_layer\.")
 
 
 def model_name(key: str) -> str:
@@ -48,17 +45,3 @@ def without_common_prefix(names: list[str], base: str) -> dict[str, str]:
 def drop_reason(name: str) -> str | None:
     """Why a tensor is no part of the saved model, or None when it is."""
     return next((reason for pattern, reason in _DROPPED.items() if pattern.search(name)), None)
-
-
-def refuse_lora(names: list[str]) -> None:
-    """Refuse a state dict with LoRA adapters in it.
-
-    Raises:
-        UnsupportedError: naming one of the adapter's tensors.
-    """
-    found = [name for name in names if _LORA.search(name)]
-    if found:
-        raise UnsupportedError(
-            f"this is a LoRA state dict ({len(found)} adapter tensors, such as {found[0]}); merging the base alone "
-            "would silently drop the training, so it is refused. Adapters are not supported yet."
-        )

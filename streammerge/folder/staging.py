@@ -57,11 +57,13 @@ class Staging:
 
     def keep_only(self, names: Collection[str]) -> None:
         """Remove what is in the folder besides these files: it would become part of the destination."""
+        kept = {self.folder / name for name in names}
         for path in self.folder.iterdir():
-            if path.is_dir() and not path.is_symlink():
+            if path.is_symlink() or not path.is_dir():
+                if path not in kept:
+                    files.remove_file(path)
+            elif not any(path in one.parents for one in kept):
                 files.remove_tree(path)
-            elif path.name not in names:
-                files.remove_file(path)
 
     def clear(self) -> None:
         """Forget what an earlier merge left: the journal first, as it speaks of the folder."""

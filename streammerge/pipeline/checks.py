@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from streammerge import files
 from streammerge.errors import SourceError, StorageError
+from streammerge.execute.casts import needs_torch
 from streammerge.execute.compare import same_place, unequal
+from streammerge.execute.compute import compute_scratch, formula_casts
 from streammerge.execute.memory import divide, rss
 from streammerge.execute.routes import read_route
 from streammerge.folder.class_check import CHECK_BYTES, check_against_class, raise_for_report
@@ -31,7 +34,8 @@ def compare_replicas(prepared: Prepared) -> set[str]:
         return set()
     prepared.observer.phase("comparing replicas", 2 * sum(nbytes(check.first) for check in checks))
     route = read_route(options.io, prepared.catalogue.files)
-    buffers = divide(prepared.max_ram, 1, torch_needed=False)
+    scratch = partial(compute_scratch, model.formulas)
+    buffers = divide(prepared.max_ram, 1, torch_needed=needs_torch(formula_casts(model.formulas)), scratch=scratch)
     done = 0
 
     def count(size: int) -> None:
@@ -40,7 +44,7 @@ def compare_replicas(prepared: Prepared) -> set[str]:
         prepared.observer.advance(done)
 
     untied = set()
-    for check in unequal(checks, prepared.catalogue.files, buffers, route, count):
+    for check in unequal(checks, prepared.catalogue.files, buffers, route, count, model.formulas):
         if check in model.ties:
             untied.add(check.name)
             prepared.warn(
@@ -74,7 +78,7 @@ def check_class(prepared: Prepared, made: Plan) -> str:
     if wanted is None and prepared.max_ram < rss() + CHECK_BYTES:
         return f"not checked (it needs a budget of {format_size(rss() + CHECK_BYTES)}; --check does it all the same)"
     prepared.observer.phase("checking against the model class", 0)
-    shapes = {tensor.name: tensor.tensor.shape for file in made.files for tensor in file.tensors}
+    shapes = {tensor.name: tensor.tensor.shape for file in made.weights for tensor in file.tensors}
     report = check_against_class(config, shapes, prepared.config.added)
     if report.note:
         return f"not checked ({report.note})"

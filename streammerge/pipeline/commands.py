@@ -140,7 +140,7 @@ def merge(
 
 def _report(work: Work, written: list[str], checked: str, seconds: float, uploaded: str | None) -> MergeReport:
     prepared = work.prepared
-    outputs = [tensor for file in work.made.files for tensor in file.tensors]
+    outputs = [tensor for file in work.made.weights for tensor in file.tensors]
     names = {tensor.name for tensor in outputs}
     return MergeReport(
         destination=str(work.target),
@@ -161,5 +161,6 @@ def _report(work: Work, written: list[str], checked: str, seconds: float, upload
         missing=prepared.sidecars.missing,
         check=checked,
         uploaded=uploaded,
+        lora=prepared.lora,
         warnings=tuple(prepared.warnings),
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from streammerge.dtypes import DType
-from streammerge.errors import BudgetError, DifferenceError, StoppedError, UsageError
+from streammerge.errors import BudgetError, DifferenceError, StoppedError, UnsupportedError, UsageError
 from streammerge.execute.casts import kernel, needs_torch
 from streammerge.execute.compute import compute_scratch, formula_casts
 from streammerge.execute.difference import Comparer, Difference, Side, Tolerance
@@ -147,7 +147,7 @@ def test(
     reference = open_reference(Path(against))
     prepared = prepare(source, MergeOptions(**options), watcher, other_config=reference.hf_folder)  # type: ignore[arg-type]
     made = prepared.plan(compare_replicas(prepared))
-    tensors = {t.name: (t.tensor, t.dtype) for file in made.files for t in file.tensors}
+    tensors = {t.name: (t.tensor, t.dtype) for file in made.weights for t in file.tensors}
     ties = _ties(prepared.model, tensors, prepared.config)
     planned = _Model(str(prepared.catalogue.root), prepared.catalogue, tensors, ties, prepared.model.formulas)
     chosen = CompareOptions(rtol, atol, dtype_aware, prepared.max_ram, prepared.options.workers, prepared.options.io)
@@ -163,6 +163,11 @@ def _config(catalogue: Catalogue) -> ModelConfig | None:
 
 def _as_stored(label: str, catalogue: Catalogue, config: ModelConfig | None) -> _Model:
     model = describe_model(catalogue, config)
+    if model.adapters:
+        raise UnsupportedError(
+            f"{label} holds a LoRA adapter: whether it is to be fused is not said. Merge it first, or use "
+            "streammerge test with --lora"
+        )
     tensors = output_tensors(model, config, [tie.name for tie in model.ties])
     ties = _ties(model, tensors, config)
     return _Model(label, catalogue, {name: (t, t.dtype) for name, t in tensors.items()}, ties, model.formulas)

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from streammerge import hub
 from streammerge.dtypes import dtype_named
-from streammerge.errors import UsageError
+from streammerge.errors import SourceError, UsageError
 from streammerge.execute.casts import needs_torch
 from streammerge.execute.compute import compute_scratch, formula_casts
-from streammerge.execute.memory import Buffers, allowed_memory, default_budget, divide
+from streammerge.execute.memory import Buffers, allowed_memory, default_budget, divide, rss
+from streammerge.families.adapters import Adapter
 from streammerge.families.config import ModelConfig, read_config
+from streammerge.families.fuse import peft_config, peft_tensors
 from streammerge.families.megatron_names import is_megatron
-from streammerge.families.model import Model, describe_model, keeps_float32, output_tensors
+from streammerge.families.model import Model, describe_model, keeps_float32, output_tensors, with_adapters
+from streammerge.folder.peft_config import PEFT_BYTES, peft_config_text
 from streammerge.folder.sidecars import Sidecars, find_sidecars
 from streammerge.options import MergeOptions
+from streammerge.pipeline.lora import check_effect, lora_mode, named_adapters
 from streammerge.plan.dtypes import dtype_rule
-from streammerge.plan.plan import Plan, make_plan
+from streammerge.plan.plan import Plan, make_plan, with_adapter
 from streammerge.sizes import parse_size
-from streammerge.sources.open import open_source
+from streammerge.sources.open import open_reference, open_source
+from streammerge.sources.peft_folder import recorded_settings, with_peft_folders
 from streammerge.tensors.catalogue import Catalogue
 
 __all__ = ["Observer", "PathLike", "Prepared", "as_paths", "budget_of", "buffers_for", "open_checked", "prepare"]
@@ -49,6 +54,9 @@ class Prepared:
     Attributes:
         max_ram: the budget in bytes.
         warnings: what the user was told so far.
+        lora: what becomes of the LoRA adapter.
+        adapter: the one to be written beside the weights, if any.
+        adapter_config: the text of its adapter_config.json.
     """
 
     catalogue: Catalogue
@@ -59,6 +67,9 @@ class Prepared:
     options: MergeOptions
     observer: Observer
     warnings: list[str] = field(default_factory=list)
+    lora: str = ""
+    adapter: Adapter | None = None
+    adapter_config: str | None = None
 
     def warn(self, message: str) -> None:
         """Tell the user, now and in the report."""
@@ -70,9 +81,10 @@ class Prepared:
         config_dtype = self.config.dtype if self.config else None
         rule = dtype_rule(self.options.dtype, config_dtype, keeps_float32(self.model))
         tensors = output_tensors(self.model, self.config, untied)
-        return make_plan(
+        made = make_plan(
             tensors, self.catalogue.files, rule, parse_size(self.options.max_shard_size), self.model.formulas
         )
+        return made if self.adapter is None else with_adapter(made, peft_tensors(self.adapter))
 
 
 def buffers_for(made: Plan, max_ram: int, workers: int) -> Buffers:
@@ -119,11 +131,48 @@ def prepare(
         tie=options.tie_word_embeddings,
         tables=as_paths(list(options.family_tables)),
         value_model=options.value_model,
+        adapter=named_adapters(options)[1],
     )
     prepared = Prepared(catalogue, sidecars, config, model, max_ram, options, observer)
     for warning in (*catalogue.warnings, *model.notes):
         prepared.warn(warning)
+    _prepare_lora(prepared)
     return prepared
+
+
+def _prepare_lora(prepared: Prepared) -> None:
+    """Fuse the model's adapters, or have one written beside it, as the options say."""
+    model, config, options = prepared.model, prepared.config, prepared.options
+    mode = lora_mode(options, model.adapters, named_adapters(options)[0])
+    prepared.lora = mode.line
+    if not mode.fuse and not mode.extract:
+        return
+    if not model.tensors:
+        raise SourceError(
+            f"{prepared.catalogue.root} holds adapters only, and not the weights that they belong to; this is not "
+            "supported yet"
+        )
+    for warning in check_effect(model.adapters, mode, prepared.catalogue, options.io, prepared.max_ram):
+        prepared.warn(warning)
+    if mode.extract:
+        (adapter,) = model.adapters
+        architecture = config.architecture if config else None
+        base = config.raw.get("_name_or_path") if config else None
+        fields = peft_config(model.tensors, adapter, options.lora_alpha, architecture, base or None)
+        text, note = peft_config_text(fields, by_peft=prepared.max_ram >= rss() + PEFT_BYTES)
+        prepared.adapter, prepared.adapter_config = adapter, text
+        if note:
+            prepared.warn(note)
+    if mode.fuse:
+        rule = dtype_rule(options.dtype, config.dtype if config else None, keeps_float32(model))
+        prepared.model = with_adapters(
+            model,
+            config,
+            rule,
+            alpha=options.lora_alpha,
+            peft_rounding=options.peft_rounding,
+            tie=options.tie_word_embeddings,
+        )
 
 
 def open_checked(source: PathLike | Sequence[PathLike], options: MergeOptions) -> Catalogue:
@@ -132,7 +181,13 @@ def open_checked(source: PathLike | Sequence[PathLike], options: MergeOptions) -
     Raises:
         StreammergeError: it cannot be read; see ``streammerge.errors``.
     """
-    catalogue = open_source(as_paths(source), mesh_order=options.mesh_order, subtree=options.subtree)
+    folders, _ = named_adapters(options)
+    paths = as_paths(source)
+    if folders and len(paths) == 1:
+        catalogue = open_reference(paths[0], subtree=options.subtree)
+    else:
+        catalogue = open_source(paths, mesh_order=options.mesh_order, subtree=options.subtree)
+    catalogue = with_peft_folders(replace(catalogue, lora=recorded_settings(catalogue.root)), folders)
     kind = "megatron" if is_megatron(catalogue.entries) else "fsdp"
     if options.backend is not None and options.backend != kind:
         raise UsageError(

@@ -21,7 +21,7 @@ from streammerge.execute.scan import ValueScan
 from streammerge.families.config import edited_config
 from streammerge.folder.staging import Staging, check_destination, commit, manifest_of, staging_of
 from streammerge.pipeline.prepare import Prepared
-from streammerge.plan.plan import INDEX_NAME, Plan
+from streammerge.plan.plan import ADAPTER_NAME, INDEX_NAME, Plan
 from streammerge.version import __version__
 
 __all__ = ["Work"]
@@ -67,6 +67,8 @@ class Work:
             staging.clear()
         files.make_folder(staging.folder)
         staging.keep_only({file.name for file in self.made.files})
+        for file in self.made.files:
+            files.make_folder((staging.folder / file.name).parent)
         journal = Journal(staging.journal, fingerprint)
         routes = Routes(read_route(options.io, self.made.sources), write_route(options.io, staging.folder))
         halt = threading.Event()
@@ -102,6 +104,8 @@ class Work:
         options = self.prepared.options
         parts = [self.made.fingerprint(), __version__, metadata.version("ml_dtypes")]
         parts += [options.mesh_order, str(options.subtree), str(options.allow_replica_mismatch)]
+        if self.made.formulas.listed:
+            parts.append(metadata.version("numpy"))  # another version may multiply in another order
         if needs_torch({*self.made.casts, *formula_casts(self.made.formulas)}):
             parts.append(metadata.version("torch"))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -116,6 +120,8 @@ class Work:
             edited = edited_config(self.prepared.config, dtype=_main_dtype(self.made), untie=self.untie)
             if edited is not None:
                 contents[Path("config.json")] = edited
+        if self.prepared.adapter_config is not None:
+            contents[Path(ADAPTER_NAME).with_name("adapter_config.json")] = self.prepared.adapter_config.encode()
         index = self.made.index_bytes()
         if index is not None:
             contents[Path(INDEX_NAME)] = index
@@ -130,7 +136,7 @@ class Work:
 def _main_dtype(made: Plan) -> str | None:
     """The floating dtype that most bytes are written in, or None without any."""
     sizes: Counter[str] = Counter()
-    for file in made.files:
+    for file in made.weights:
         for tensor in file.tensors:
             if tensor.dtype.castable:
                 sizes[tensor.dtype.name] += tensor.size

@@ -6,7 +6,7 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from streammerge.dtypes import DType
@@ -16,9 +16,10 @@ from streammerge.tensors.catalogue import SourceFile
 from streammerge.tensors.formula import Formulas
 from streammerge.tensors.virtual import Tensor, nbytes, numel
 
-__all__ = ["INDEX_NAME", "OutputFile", "OutputTensor", "Plan", "make_plan"]
+__all__ = ["ADAPTER_NAME", "INDEX_NAME", "OutputFile", "OutputTensor", "Plan", "make_plan", "with_adapter"]
 
 INDEX_NAME = "model.safetensors.index.json"
+ADAPTER_NAME = "lora_adapter/adapter_model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +92,20 @@ class Plan:
     formulas: Formulas = field(default_factory=Formulas)
 
     @property
+    def weights(self) -> tuple[OutputFile, ...]:
+        """The files of the model itself, without an adapter's."""
+        return tuple(file for file in self.files if "/" not in file.name)
+
+    @property
     def write_size(self) -> int:
         """Bytes of all weight files, headers included."""
         return sum(file.size for file in self.files)
 
     def index_bytes(self) -> bytes | None:
         """The content of ``model.safetensors.index.json``, or None for a single file."""
-        if len(self.files) == 1:
+        if len(self.weights) < 2:
             return None
-        weight_map = {tensor.name: file.name for file in self.files for tensor in file.tensors}
+        weight_map = {tensor.name: file.name for file in self.weights for tensor in file.tensors}
         metadata = {"total_parameters": self.parameters, "total_size": self.total_size}
         index = {"metadata": metadata, "weight_map": weight_map}
         return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
@@ -180,6 +186,14 @@ def make_plan(
         casts=_casts(tensors, dtypes),
         formulas=formulas or Formulas(),
     )
+
+
+def with_adapter(plan: Plan, tensors: Mapping[str, Tensor]) -> Plan:
+    """The plan with a PEFT adapter beside the model, its tensors in the dtypes that they are stored in."""
+    sizes = {name: nbytes(tensor) for name, tensor in tensors.items()}
+    members = [(name, tensors[name], tensors[name].dtype, sizes[name]) for name in aligned_order(sizes)]
+    read_size = plan.read_size + sum(sizes.values())
+    return replace(plan, files=(*plan.files, _output_file(ADAPTER_NAME, members)), read_size=read_size)
 
 
 def _casts(tensors: Mapping[str, Tensor], dtypes: Mapping[str, DType]) -> tuple[tuple[DType, DType], ...]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from streammerge.tensors.fragment import Index
 from streammerge.tensors.virtual import Stored, Tensor
 
-__all__ = ["Catalogue", "Claim", "Entry", "EqualityCheck", "SourceFile"]
+__all__ = ["Catalogue", "Claim", "Entry", "EqualityCheck", "PeftAdapter", "SourceFile"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,21 @@ class Entry:
     claims: tuple[Claim, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class PeftAdapter:
+    """An adapter in a folder of its own.
+
+    Attributes:
+        label: where it is, for messages.
+        entries: key -> entry.
+        settings: its adapter_config.json.
+    """
+
+    label: str
+    entries: Mapping[str, Entry]
+    settings: Mapping[str, Any]
+
+
 @dataclass(frozen=True)
 class Catalogue:
     """All tensors of a checkpoint, indexed from metadata only.
@@ -102,6 +118,8 @@ class Catalogue:
         hf_folder: folder with config and tokenizer that the checkpoint carries, if any.
         settings: what the training framework recorded of the model, under Megatron's argument
             names (``num_layers``, ``num_query_groups``, ``kv_channels``, ...); empty without.
+        adapters: PEFT adapters named besides.
+        lora: what is recorded of adapters in the checkpoint itself, under the names of adapter_config.json.
         scratch: keeps temporary files alive that ``files`` point into.
     """
 
@@ -115,4 +133,10 @@ class Catalogue:
     warnings: tuple[str, ...] = ()
     hf_folder: Path | None = None
     settings: Mapping[str, object] = field(default_factory=dict)
+    adapters: tuple[PeftAdapter, ...] = ()
+    lora: Mapping[str, Any] = field(default_factory=dict)
     scratch: object = None
+
+    def with_adapters(self, files: tuple[SourceFile, ...], adapters: tuple[PeftAdapter, ...]) -> Catalogue:
+        """The same with adapters, which lie in the last of ``files``."""
+        return replace(self, files=files, adapters=adapters)

@@ -23,11 +23,13 @@ _PREFIX = "base_model.model."
 _KINDS = "lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector"
 _LORA = re.compile(rf"^(?P<module>.+)\.(?P<kind>{_KINDS})(?:\.(?P<rest>.+))?$")
 _SAVED = re.compile(r"^(?P<module>.+)\.modules_to_save(?:\.(?P<name>[^.]+))?\.(?P<param>[^.]+)$")
+# An adapted module keeps its own weights in there; once more for each adapted parameter of fused experts.
+_WRAPPED = re.compile(r"(\.base_layer|\.original_module)+\.")
 _OTHER = re.compile(r"(^|\.)(lora_\w+|token_adapter|trainable_tokens_delta|ia3_\w+|oft_\w+|vera_\w+)(\.|$)")
 # Fields of adapter_config.json (PEFT 0.21) that change what an adapter means, and that cannot be fused.
 _REFUSED = (
     "layer_replication", "use_qalora", "use_bdlora", "alora_invocation_tokens", "kasa_config", "arrow_config",
-    "monteclora_config", "trainable_token_indices", "lora_bias", "target_parameters",
+    "monteclora_config", "trainable_token_indices", "lora_bias",
 )  # fmt: skip
 
 
@@ -97,8 +99,8 @@ def split_names(
         lora, trained = _LORA.match(name), _SAVED.match(name)
         if lora:
             adapter, param = _adapter_and_parameter(lora["rest"])
-            if param == "bias" or "base_layer" in lora["module"].split("."):
-                raise UnsupportedError(f"{key}: LoRA on biases or on fused expert parameters is not supported")
+            if param == "bias":
+                raise UnsupportedError(f"{key}: LoRA with a bias of its own (lora_bias) is not supported")
             place, target = adapters.setdefault(adapter, {}), f"{lora['module']}.{lora['kind']}"
         elif trained:
             place, target = (
@@ -110,7 +112,7 @@ def split_names(
                 f"{key}: this kind of adapter is not supported; nothing is merged, as it would be lost"
             )
         else:
-            place, target = base, name.replace(".base_layer.", ".").replace(".original_module.", ".")
+            place, target = base, _WRAPPED.sub(".", name)
         if target in place:
             raise SourceError(f"{key} occurs twice, as {target}")
         place[target] = value

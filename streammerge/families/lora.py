@@ -38,6 +38,7 @@ class LoraSum(Formula):
         written: DType,
         *,
         magnitude: Tensor | None = None,
+        by_column: bool = False,
         round_delta: bool = False,
         exact: bool = False,
     ) -> None:
@@ -49,7 +50,8 @@ class LoraSum(Formula):
             right: ``[rank, columns]``.
             scale: alpha over rank, or over its root.
             written: element type of the result.
-            magnitude: ``[rows]``, for DoRA.
+            magnitude: the norms of the rows, for DoRA.
+            by_column: ``magnitude`` has the norms of the columns instead, as for an embedding.
             round_delta: round the product to the base's dtype before it is added, as PEFT does for embeddings.
             exact: multiply whole matrices by torch, as PEFT does.
 
@@ -58,7 +60,11 @@ class LoraSum(Formula):
             UnsupportedError: a dtype that such sums are not made in.
         """
         rows, rank, columns = left.shape[0], left.shape[1], right.shape[1]
-        if base.shape != (rows, columns) or right.shape[0] != rank or (magnitude and magnitude.shape != (rows,)):
+        if (
+            base.shape != (rows, columns)
+            or right.shape[0] != rank
+            or (magnitude and magnitude.shape != (columns if by_column else rows,))
+        ):
             raise SourceError(
                 f"an adapter of {list(left.shape)} x {list(right.shape)} does not fit a weight of {list(base.shape)}"
             )
@@ -66,13 +72,14 @@ class LoraSum(Formula):
             raise UnsupportedError(f"LoRA on {base.dtype} weights is not supported")
         self.dtype, self.shape = written, base.shape
         self.inputs: Sequence[Tensor] = (base, left, right, *([magnitude] if magnitude else []))
-        self.constant_bytes = 4 * (numel(right) + (numel(base) + numel(left) if exact else 0))
+        self.constant_bytes = 4 * (numel(right) + (3 * numel(base) + numel(left) if exact else 0))
         self._scale, self._round, self._exact, self._magnitude = scale, round_delta, exact, magnitude
+        self._by_column = by_column
         self._rows = max(1, _BLOCK // max(1, columns))
 
     def described(self) -> str:
         """See ``Formula.described``."""
-        return repr((self._scale, self._round, self._exact, self._magnitude is not None))
+        return repr((self._scale, self._round, self._exact, self._magnitude is not None, self._by_column))
 
     def scratch(self, elements: int) -> int:
         """See ``Formula.scratch``: values, product, and factors of whole blocks."""
@@ -81,42 +88,81 @@ class LoraSum(Formula):
         return 4 * (4 * rows * columns + 2 * rows * self.inputs[1].shape[1])
 
     def constants(self, read: Read) -> Any:
-        """The right factor whole; when exact, the whole product."""
-        left, right = self.inputs[1:3]
-        second = read(right, 0, numel(right)).reshape(right.shape)
-        if not self._exact:
-            return second
+        """The right factor whole, or when exact the product; and for DoRA by columns their factors."""
+        right = self.inputs[2]
+        factor = read(right, 0, numel(right)).reshape(right.shape)
+        if self._exact:
+            factor = self._product(read, factor)
+        return factor, self._column_factors(read, factor) if self._magnitude is not None and self._by_column else None
+
+    def _product(self, read: Read, right: Array) -> Array:
         import torch
 
+        left = self.inputs[1]
         first = read(left, 0, numel(left)).reshape(left.shape)
-        return (torch.from_numpy(first) @ torch.from_numpy(second) * self._scale).numpy()
+        made: Array = (torch.from_numpy(first) @ torch.from_numpy(right) * self._scale).numpy()
+        return made
+
+    def _column_factors(self, read: Read, factor: Array) -> Array:
+        """What each column is multiplied by: its magnitude over the norm of all of its rows."""
+        assert self._magnitude is not None
+        if self._exact:
+            return read(self._magnitude, 0, self.shape[1]) / _norms(self._sums(0, self.shape[0], read, factor).T)
+        squares = np.zeros(self.shape[1], np.float64)
+        for top in range(0, self.shape[0], self._rows):
+            values = self._sums(top, min(self.shape[0], top + self._rows), read, factor)
+            squares += np.einsum("ij,ij->j", values, values, dtype=np.float64)
+        factors: Array = read(self._magnitude, 0, self.shape[1]) / np.sqrt(squares).astype(np.float32)
+        return factors
 
     def evaluate(self, first: int, last: int, read: Read, constants: Any) -> Array:
         """See ``Formula.evaluate``."""
+        factor, by_column = constants
         columns = self.shape[1]
         top = first // columns // self._rows * self._rows
         end = (last + columns - 1) // columns
         bottom = min(self.shape[0], (end + self._rows - 1) // self._rows * self._rows)
-        delta = self._delta(top, bottom, read, constants)
+        wanted = slice(first - top * columns, last - top * columns)
         if self._magnitude is not None:
-            values = read(self.inputs[0], top * columns, bottom * columns).reshape(delta.shape) + delta
-            norms = np.sqrt(np.einsum("ij,ij->i", values, values, dtype=np.float32))
-            values *= (read(self._magnitude, top, bottom) / norms)[:, None]
-            return values.reshape(-1)[first - top * columns : last - top * columns]
+            values = self._sums(top, bottom, read, factor)
+            values *= by_column if by_column is not None else self._row_factors(values, top, bottom, read)
+            return values.reshape(-1)[wanted]
+        delta = self._delta(top, bottom, read, factor)
         if self._round:
             delta = delta.astype(_ROUNDED[self.inputs[0].dtype.name]).astype(np.float32)
-        values = read(self.inputs[0], first, last)
-        values += delta.reshape(-1)[first - top * columns : last - top * columns]
+        base = read(self.inputs[0], first, last)
+        base += delta.reshape(-1)[wanted]
+        return base
+
+    def _row_factors(self, values: Array, top: int, bottom: int, read: Read) -> Array:
+        assert self._magnitude is not None
+        squares = np.asarray(np.einsum("ij,ij->i", values, values, dtype=np.float64), np.float64)
+        norms = np.sqrt(squares).astype(np.float32)
+        factors: Array = read(self._magnitude, top, bottom) / (_norms(values) if self._exact else norms)
+        return factors[:, None]
+
+    def _sums(self, top: int, bottom: int, read: Read, factor: Array) -> Array:
+        values = self._delta(top, bottom, read, factor)
+        columns = self.shape[1]
+        values += read(self.inputs[0], top * columns, bottom * columns).reshape(values.shape)
         return values
 
-    def _delta(self, top: int, bottom: int, read: Read, constants: Any) -> Array:
+    def _delta(self, top: int, bottom: int, read: Read, factor: Array) -> Array:
         if self._exact:
-            return np.array(constants[top:bottom])
+            return np.array(factor[top:bottom])
         left = self.inputs[1]
         rank = left.shape[1]
-        factor = read(left, top * rank, bottom * rank).reshape(bottom - top, rank)
+        rows = read(left, top * rank, bottom * rank).reshape(bottom - top, rank)
         delta = np.empty((bottom - top, self.shape[1]), np.float32)
         for at in range(0, bottom - top, self._rows):
-            np.matmul(factor[at : at + self._rows], constants, out=delta[at : at + self._rows])
+            np.matmul(rows[at : at + self._rows], factor, out=delta[at : at + self._rows])
         delta *= np.float32(self._scale)
         return delta
+
+
+def _norms(values: Array) -> Array:
+    """The norm of each row, with torch's rounding."""
+    import torch
+
+    made: Array = torch.linalg.norm(torch.from_numpy(values), dim=1).numpy()
+    return made

@@ -160,7 +160,16 @@ def with_adapters(
     tensors = dict(model.tensors)
     tied = {check.name for check in model.ties} | set(usual_ties({"tie_word_embeddings": True}))
     for adapter in model.adapters:
-        tensors = fused(tensors, adapter, alpha, rule, model.formulas, peft_rounding=peft_rounding, may_lack=tied)
+        tensors = fused(
+            tensors,
+            adapter,
+            alpha,
+            rule,
+            model.formulas,
+            peft_rounding=peft_rounding,
+            may_lack=tied,
+            to_files=lambda named: output_tensors(replace(model, tensors=named, ties=()), config, ()),
+        )
     return replace(model, tensors=tensors, ties=_ties(tensors, config, model.rules, tie))
 
 

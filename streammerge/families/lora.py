@@ -19,7 +19,7 @@ from streammerge.tensors.virtual import Tensor, numel
 
 __all__ = ["LoraSum"]
 
-_BLOCK = 1 << 18  # elements of a block of rows, about
+_BLOCK = 1 << 17  # elements of a block of rows, about
 _ROUNDED = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 
 
@@ -93,6 +93,8 @@ class LoraSum(Formula):
         factor = read(right, 0, numel(right)).reshape(right.shape)
         if self._exact:
             factor = self._product(read, factor)
+        else:
+            factor *= np.float32(self._scale)
         return factor, self._column_factors(read, factor) if self._magnitude is not None and self._by_column else None
 
     def _product(self, read: Read, right: Array) -> Array:
@@ -107,13 +109,14 @@ class LoraSum(Formula):
         """What each column is multiplied by: its magnitude over the norm of all of its rows."""
         assert self._magnitude is not None
         if self._exact:
-            return read(self._magnitude, 0, self.shape[1]) / _norms(self._sums(0, self.shape[0], read, factor).T)
+            norms = _norms(self._sums(0, self.shape[0], read, factor).T)
+            return _quotient(read(self._magnitude, 0, self.shape[1]), norms)
         squares = np.zeros(self.shape[1], np.float64)
         for top in range(0, self.shape[0], self._rows):
             values = self._sums(top, min(self.shape[0], top + self._rows), read, factor)
             squares += np.einsum("ij,ij->j", values, values, dtype=np.float64)
-        factors: Array = read(self._magnitude, 0, self.shape[1]) / np.sqrt(squares).astype(np.float32)
-        return factors
+        norms = np.sqrt(squares).astype(np.float32)
+        return _quotient(read(self._magnitude, 0, self.shape[1]), norms)
 
     def evaluate(self, first: int, last: int, read: Read, constants: Any) -> Array:
         """See ``Formula.evaluate``."""
@@ -138,8 +141,7 @@ class LoraSum(Formula):
         assert self._magnitude is not None
         squares = np.asarray(np.einsum("ij,ij->i", values, values, dtype=np.float64), np.float64)
         norms = np.sqrt(squares).astype(np.float32)
-        factors: Array = read(self._magnitude, top, bottom) / (_norms(values) if self._exact else norms)
-        return factors[:, None]
+        return _quotient(read(self._magnitude, top, bottom), _norms(values) if self._exact else norms)[:, None]
 
     def _sums(self, top: int, bottom: int, read: Read, factor: Array) -> Array:
         values = self._delta(top, bottom, read, factor)
@@ -156,8 +158,11 @@ class LoraSum(Formula):
         delta = np.empty((bottom - top, self.shape[1]), np.float32)
         for at in range(0, bottom - top, self._rows):
             np.matmul(rows[at : at + self._rows], factor, out=delta[at : at + self._rows])
-        delta *= np.float32(self._scale)
         return delta
+
+
+def _quotient(magnitude: Array, norms: Array) -> Array:
+    return np.divide(magnitude, norms, dtype=np.float32)
 
 
 def _norms(values: Array) -> Array:

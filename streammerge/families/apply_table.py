@@ -166,7 +166,12 @@ class _Run:
                 raise self._surplus(row, {"layer": layer, **more}, row.block.count if row.block else "")
 
     def _missing(self, row: Row, numbers: Mapping[str, int]) -> SourceError:
-        texts = [row.when, row.block.count if row.block else "True", "num_experts" if row.per_expert else "True"]
+        texts = [
+            row.when,
+            row.optional,
+            row.block.count if row.block else "True",
+            "num_experts" if row.per_expert else "True",
+        ]
         own = self._target_numbers(row, numbers)
         why = ", ".join(filter(None, (self._fields.describe(text, **own) for text in texts)))
         return SourceError(

@@ -52,7 +52,7 @@ def join_ranks(
         part = claim.coordinate[0] % parts if claim.coordinate else 0
         other = chosen.setdefault(part, claim)
         if other is not claim and other.coordinate[1:] == claim.coordinate[1:]:
-            checks.append(_copies(name, other, claim))
+            checks.append(_copies(name, other, claim, wanted))
     missing = [part for part in range(parts) if part not in chosen]
     if missing:
         raise SourceError(f"{name}: the files of tensor parallel ranks {missing} (of {parts}) are missing")
@@ -90,9 +90,13 @@ def _joined(parts: Sequence[Tensor], dim: int, sections: Sequence[int]) -> Tenso
     return concat(pieces, 0)
 
 
-def _copies(name: str, first: Claim, second: Claim) -> EqualityCheck:
+def _copies(name: str, first: Claim, second: Claim, wanted: str) -> EqualityCheck:
     reason = f"{_rank(first)} and {_rank(second)} hold different copies of this replicated parameter"
-    return EqualityCheck(name, first.tensor, second.tensor, reason, tolerated=True)
+    # A norm may have drifted. Matrices are hardly ever replicated: more likely half of one is taken for the whole.
+    drifted = len(first.tensor.shape) < 2
+    if not drifted:
+        reason = f"{_rank(first)} and {_rank(second)} must hold the same by the config ({wanted})"
+    return EqualityCheck(name, first.tensor, second.tensor, reason, tolerated=drifted)
 
 
 def _rank(claim: Claim) -> str:

@@ -12,6 +12,7 @@ import xxhash
 from streammerge.dtypes import DType, dtype_named
 from streammerge.errors import SourceError, UnsafeError, UnsupportedError, UsageError
 from streammerge.sources.pickle_reader import Functions, Global, Record, read_pickle
+from streammerge.sources.torch_values import member_of
 from streammerge.tensors.fragment import Box, Index
 
 __all__ = ["Chunk", "DcpMetadata", "DcpTensor", "metadata_files", "read_metadata"]
@@ -213,4 +214,8 @@ def _ordered_dict(items: object = ()) -> dict[str, Any]:
     return dict(items)
 
 
-_FUNCTIONS: Functions = {("torch", "Size"): _size, ("collections", "OrderedDict"): _ordered_dict}
+_FUNCTIONS: Functions = {
+    ("torch", "Size"): _size,
+    ("collections", "OrderedDict"): _ordered_dict,
+    ("builtins", "getattr"): member_of,
+}

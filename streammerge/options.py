@@ -40,6 +40,7 @@ class MergeOptions:
         adapter: PEFT adapter folders to fuse, and the name of one of several adapters in the checkpoint.
         lora_alpha: of the adapter, where it is not recorded.
         peft_rounding: compute as PEFT's ``merge_and_unload`` does, bit for bit.
+        fill_from: Hugging Face model to take the tensors from that the checkpoint lacks.
         family_tables: family tables of the user's own, before the package's.
     """
 
@@ -65,6 +66,7 @@ class MergeOptions:
     adapter: Sequence[Path | str] = ()
     lora_alpha: float | None = None
     peft_rounding: bool = False
+    fill_from: Path | str | None = None
     family_tables: Sequence[Path | str] = ()
 
     def __post_init__(self) -> None:

@@ -174,6 +174,12 @@ def model_options(command: Command) -> Command:
                 "--peft-rounding", is_flag=True, help="Fuse bit for bit as PEFT does (whole matrices in memory)."
             ),
             click.option(
+                "--fill-from",
+                metavar="DIR",
+                help="A Hugging Face folder to take tensors from that the checkpoint lacks, such as the layers for "
+                "multi token prediction, or a vision tower.",
+            ),
+            click.option(
                 "--family",
                 "family_tables",
                 type=_PATH,

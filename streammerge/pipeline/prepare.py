@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from streammerge.families.adapters import Adapter
 from streammerge.families.config import ModelConfig, read_config
 from streammerge.families.fuse import peft_config, peft_tensors
 from streammerge.families.megatron_names import is_megatron
-from streammerge.families.model import Model, describe_model, keeps_float32, output_tensors, with_adapters
+from streammerge.families.model import Model, describe_model, keeps_float32, output_tensors, usual_ties, with_adapters
 from streammerge.folder.peft_config import PEFT_BYTES, peft_config_text
 from streammerge.folder.sidecars import Sidecars, find_sidecars
 from streammerge.options import MergeOptions
@@ -25,9 +25,11 @@ from streammerge.pipeline.lora import check_effect, lora_mode, named_adapters
 from streammerge.plan.dtypes import dtype_rule
 from streammerge.plan.plan import Plan, make_plan, with_adapter
 from streammerge.sizes import parse_size
+from streammerge.sources.hf_folder import has_hf_weights, open_hf_folder
 from streammerge.sources.open import open_reference, open_source
 from streammerge.sources.peft_folder import recorded_settings, with_peft_folders
 from streammerge.tensors.catalogue import Catalogue
+from streammerge.tensors.virtual import Tensor
 
 __all__ = ["Observer", "PathLike", "Prepared", "as_paths", "budget_of", "buffers_for", "open_checked", "prepare"]
 
@@ -54,6 +56,7 @@ class Prepared:
     Attributes:
         max_ram: the budget in bytes.
         warnings: what the user was told so far.
+        filled: tensors taken from a base model, by their names in files.
         lora: what becomes of the LoRA adapter.
         adapter: the one to be written beside the weights, if any.
         adapter_config: the text of its adapter_config.json.
@@ -67,6 +70,7 @@ class Prepared:
     options: MergeOptions
     observer: Observer
     warnings: list[str] = field(default_factory=list)
+    filled: Mapping[str, Tensor] = field(default_factory=dict)
     lora: str = ""
     adapter: Adapter | None = None
     adapter_config: str | None = None
@@ -80,7 +84,7 @@ class Prepared:
         """The plan, with the tied names written whose values differ."""
         config_dtype = self.config.dtype if self.config else None
         rule = dtype_rule(self.options.dtype, config_dtype, keeps_float32(self.model))
-        tensors = output_tensors(self.model, self.config, untied)
+        tensors = {**output_tensors(self.model, self.config, untied), **self.filled}
         made = make_plan(
             tensors, self.catalogue.files, rule, parse_size(self.options.max_shard_size), self.model.formulas
         )
@@ -136,8 +140,24 @@ def prepare(
     prepared = Prepared(catalogue, sidecars, config, model, max_ram, options, observer)
     for warning in (*catalogue.warnings, *model.notes):
         prepared.warn(warning)
+    prepared.filled = _filled(prepared)
     _prepare_lora(prepared)
     return prepared
+
+
+def _filled(prepared: Prepared) -> dict[str, Tensor]:
+    """What the checkpoint lacks and the base model of ``--fill-from`` has."""
+    model = prepared.model
+    if prepared.options.fill_from is None:
+        return {}
+    known = set(output_tensors(model, prepared.config, [tie.name for tie in model.ties]))
+    tied = usual_ties(prepared.config.raw if prepared.config else {})
+    missing: dict[str, Tensor] = {
+        name: entry.tensor for name, entry in prepared.catalogue.fill.items() if name not in known | tied.keys()
+    }
+    shown = ", ".join(list(missing)[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+    prepared.warn(f"taken from {prepared.options.fill_from}: {shown or 'nothing, the checkpoint has everything'}")
+    return missing
 
 
 def _prepare_lora(prepared: Prepared) -> None:
@@ -187,6 +207,11 @@ def open_checked(source: PathLike | Sequence[PathLike], options: MergeOptions) -
         catalogue = open_reference(paths[0], subtree=options.subtree)
     else:
         catalogue = open_source(paths, mesh_order=options.mesh_order, subtree=options.subtree)
+    if options.fill_from is not None:
+        base = Path(options.fill_from)
+        if not has_hf_weights(base):
+            raise UsageError(f"--fill-from {base}: no folder with model.safetensors or its index")
+        catalogue = catalogue.filled_from(open_hf_folder(base))
     catalogue = with_peft_folders(replace(catalogue, lora=recorded_settings(catalogue.root)), folders)
     kind = "megatron" if is_megatron(catalogue.entries) else "fsdp"
     if options.backend is not None and options.backend != kind:

@@ -119,6 +119,7 @@ class Catalogue:
         settings: what the training framework recorded of the model, under Megatron's argument
             names (``num_layers``, ``num_query_groups``, ``kv_channels``, ...); empty without.
         adapters: PEFT adapters named besides.
+        fill: tensors of a base model, by their names in its files, for what the checkpoint lacks.
         lora: what is recorded of adapters in the checkpoint itself, under the names of adapter_config.json.
         scratch: keeps temporary files alive that ``files`` point into.
     """
@@ -134,9 +135,21 @@ class Catalogue:
     hf_folder: Path | None = None
     settings: Mapping[str, object] = field(default_factory=dict)
     adapters: tuple[PeftAdapter, ...] = ()
+    fill: Mapping[str, Entry] = field(default_factory=dict)
     lora: Mapping[str, Any] = field(default_factory=dict)
     scratch: object = None
 
     def with_adapters(self, files: tuple[SourceFile, ...], adapters: tuple[PeftAdapter, ...]) -> Catalogue:
         """The same with adapters, which lie in the last of ``files``."""
         return replace(self, files=files, adapters=adapters)
+
+    def filled_from(self, base: Catalogue) -> Catalogue:
+        """The same, with the tensors of another catalogue at hand."""
+        moved = {key: Entry(_moved(entry.tensor, len(self.files))) for key, entry in base.entries.items()}
+        return replace(self, files=(*self.files, *base.files), fill=moved)
+
+
+def _moved(tensor: Stored, by: int) -> Stored:
+    """The tensor, its files numbered from ``by`` on."""
+    fragments = tuple(replace(one, file=one.file + by) for one in tensor.fragments)
+    return Stored(tensor.dtype, tensor.shape, fragments)

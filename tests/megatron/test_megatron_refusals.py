@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import streammerge as sm
 from streammerge.errors import SourceError, StreammergeError, UnsafeError, UnsupportedError
@@ -238,3 +239,23 @@ def test_a_folder_with_the_optimizer_alone(hf_model: Callable[[str], Model], tmp
 def test_backend_only_checks(ranks: tuple[Path, Path], tmp_path: Path) -> None:
     _refused(ranks[0], tmp_path, ranks[1], StreammergeError, "--backend fsdp", backend="fsdp")
     sm.merge(ranks[0], tmp_path / "out", hf_config=ranks[1], backend="megatron", check=False)
+
+
+def test_layers_that_megatron_lacks_are_taken_from_a_base(hf_model: Callable[[str], Model], tmp_path: Path) -> None:
+    """Layers for multi token prediction: said when they lack, and written from where they are."""
+    model = hf_model("deepseek_v3")
+    source = write_legacy(tmp_path / "ckpt", core_of(model[1], model[2]), _TP2)
+    config = _config(model, tmp_path / "hf", num_nextn_predict_layers=1)
+    options: dict[str, Any] = {"hf_config": config, "dtype": "keep", "check": False}
+    report = sm.merge(source, tmp_path / "out", **options)
+    assert any("num_nextn_predict_layers = 1" in warning for warning in report.warnings)
+    base = {**model[1], "model.layers.4.eh_proj.weight": torch.randn(64, 128), "lm_head.weight": torch.zeros(131, 64)}
+    (tmp_path / "base").mkdir()
+    save_file(base, tmp_path / "base" / "model.safetensors")
+    report = sm.merge(source, tmp_path / "filled", fill_from=tmp_path / "base", **options)
+    expected = read_folder(model[0])
+    expected["model.layers.4.eh_proj.weight"] = read_folder(tmp_path / "base")["model.layers.4.eh_proj.weight"]
+    assert read_folder(tmp_path / "filled") == expected
+    assert any("model.layers.4.eh_proj.weight" in warning for warning in report.warnings)
+    with pytest.raises(StreammergeError, match="--fill-from"):
+        sm.merge(source, tmp_path / "no", fill_from=tmp_path / "nowhere", **options)

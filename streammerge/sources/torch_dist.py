@@ -76,10 +76,9 @@ def open_torch_dist(folder: Path) -> Catalogue:
     files = metadata_files(folder)
     if not files:
         raise SourceError(f"{folder}: no .metadata; the save was interrupted before it was complete")
-    metadata = read_metadata(files)
+    metadata = read_metadata(files, lambda key: skip_reason(key) is not None)
     model = {".".join(path): tensor for path, tensor in metadata.tensors.items()}
-    skipped = _skipped([*model, *map(".".join, metadata.others)])
-    model = {key: tensor for key, tensor in model.items() if key not in skipped}
+    skipped = _skipped([*metadata.passed_over, *map(".".join, metadata.others)])
     _check_model(folder, model)
     settings = _settings(folder, metadata)
     entries, checks, items = index_tensors(folder, metadata, model)
@@ -91,7 +90,7 @@ def open_torch_dist(folder: Path) -> Catalogue:
         entries=entries,
         checks=tuple(checks),
         skipped=skipped,
-        facts=_facts(settings, len(metadata.tensors), len(items.sources)),
+        facts=_facts(settings, len(model) + len(metadata.passed_over), len(items.sources)),
         warnings=_warnings(folder),
         hf_folder=config_beside(folder) or _export(folder),
         settings=settings,

@@ -138,7 +138,7 @@ def test_an_empty_rank_folder_is_a_lost_file(tmp_path: Path) -> None:
     _save(tmp_path, "mp_rank_00", {EMBEDDING: torch.ones(2, 2)})
     (tmp_path / "iter_0000007" / "mp_rank_01").mkdir()
     (tmp_path / "iter_0000007" / "mp_rank_01" / "distrib_optim.pt").write_bytes(b"x")
-    with pytest.raises(SourceError, match="no model_optim_rng.pt in mp_rank_01"):
+    with pytest.raises(SourceError, match=r"no model_optim_rng\.pt in mp_rank_01"):
         _open(tmp_path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from streammerge.tensors.catalogue import Catalogue, Entry, EqualityCheck
 from streammerge.tensors.fragment import Fragment
 
 __all__ = ["has_model", "index_tensors", "open_dcp"]
+
+_MEGATRON_OBJECT = re.compile(r"/shard_\d[\d.]*_\d[\d.]*$")
 
 
 def has_model(folder: Path) -> bool:
@@ -46,6 +49,7 @@ def open_dcp(folder: Path, *, subtree: str | None = None) -> Catalogue:
             + (" (.metadata.tmp is left of it)" if (folder / ".metadata.tmp").exists() else "")
         )
     metadata = read_metadata(files)
+    _refuse_unfinished(metadata, folder)
     model = _model(metadata, subtree, str(folder))
     for name in model:
         refuse_flat_parameter(name, str(folder))
@@ -62,6 +66,16 @@ def open_dcp(folder: Path, *, subtree: str | None = None) -> Catalogue:
         hf_folder=config_beside(folder),
         scratch=items.scratch,
     )
+
+
+def _refuse_unfinished(metadata: DcpMetadata, folder: Path) -> None:
+    """Megatron's own saves (core 0.8 to 0.20) name their objects so, and end with another file."""
+    found = next((path[0] for path in metadata.others if len(path) == 1 and _MEGATRON_OBJECT.search(path[0])), None)
+    if found is not None:
+        raise SourceError(
+            f"{folder}: holds {found}, as Megatron's torch_dist saves do, but no metadata.json, which is written last; "
+            "the save was interrupted before it was complete, or the file was not copied"
+        )
 
 
 def index_tensors(

@@ -26,6 +26,8 @@ from streammerge.tensors.fragment import Fragment, contiguous_strides
 __all__ = ["ItemFiles"]
 
 _ZSTD = "stream.zstd/1"
+_AHEAD = 32  # items; there may be 100 000 in all, and each costs a seek when it is waited for
+_END_BYTES = 2048  # an archive's records add 1.2 to 1.7 kB (torch 2.4 to 2.14)
 
 
 class ItemFiles:
@@ -59,7 +61,12 @@ class ItemFiles:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
             size = os.fstat(fd).st_size
             ordered = sorted(chunks, key=lambda one: one[3].offset)
-            return [(key, self._in_archive(fd, path, size, name, dtype, chunk)) for key, name, dtype, chunk in ordered]
+            found = []
+            for number, (key, name, dtype, chunk) in enumerate(ordered):
+                if number % _AHEAD == 0:
+                    _read_ahead(fd, size, [one[3] for one in ordered[number : number + 2 * _AHEAD]])
+                found.append((key, self._in_archive(fd, path, size, name, dtype, chunk)))
+            return found
         finally:
             os.close(fd)
 
@@ -103,6 +110,14 @@ class ItemFiles:
             strides = contiguous_strides(item.shape, dtype.itemsize)
             found.append((key, Fragment(self._number(path), item.offset, chunk.box.start, item.shape, strides)))
         return found
+
+
+def _read_ahead(fd: int, size: int, chunks: Sequence[Chunk]) -> None:
+    """Have the kernel fetch both ends of the next items, where all but the weights is, while others are looked at."""
+    for chunk in chunks:
+        if chunk.offset + chunk.length <= size:
+            os.posix_fadvise(fd, chunk.offset, _END_BYTES, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(fd, max(0, chunk.offset + chunk.length - _END_BYTES), _END_BYTES, os.POSIX_FADV_WILLNEED)
 
 
 def _is_safetensors(path: Path) -> bool:

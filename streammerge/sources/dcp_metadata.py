@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ import xxhash
 
 from streammerge.dtypes import DType, dtype_named
 from streammerge.errors import SourceError, UnsafeError, UnsupportedError, UsageError
-from streammerge.sources.pickle_reader import Functions, Global, Record, read_pickle
+from streammerge.sources.pickle_reader import Folds, Functions, Global, Record, read_pickle
+from streammerge.sources.torch_values import member_of
 from streammerge.tensors.fragment import Box, Index
 
 __all__ = ["Chunk", "DcpMetadata", "DcpTensor", "metadata_files", "read_metadata"]
@@ -58,11 +59,13 @@ class DcpMetadata:
         others: key path -> place, of entries that are no tensors (a pickle each). None where they are
             stored nowhere.
         digest: hash of the file or files.
+        passed_over: keys that were not wanted.
     """
 
     tensors: Mapping[KeyPath, DcpTensor]
     others: Mapping[KeyPath, Chunk | None]
     digest: str
+    passed_over: tuple[str, ...] = ()
 
 
 def metadata_files(folder: Path) -> list[Path]:
@@ -73,8 +76,11 @@ def metadata_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("__*.metadata"))
 
 
-def read_metadata(files: list[Path]) -> DcpMetadata:
+def read_metadata(files: list[Path], unwanted: Callable[[str], bool] = lambda key: False) -> DcpMetadata:
     """Read and join metadata files. Each of a rank-local save lists its own chunks only.
+
+    Args:
+        unwanted: tells the keys of tensors to pass over, such as millions of chunks of an optimizer.
 
     Raises:
         SourceError: damaged, or files that contradict each other.
@@ -83,17 +89,35 @@ def read_metadata(files: list[Path]) -> DcpMetadata:
     """
     tensors: dict[KeyPath, DcpTensor] = {}
     others: dict[KeyPath, Chunk | None] = {}
+    passed_over: dict[str, None] = {}
     digest = xxhash.xxh3_128()
     for path in files:
         if path.stat().st_size > _MAX_BYTES:
             raise UnsafeError(f"{path} is larger than any real metadata")
         data = path.read_bytes()
         digest.update(data)
-        root, _, _ = read_pickle(data, str(path), _FUNCTIONS)
+        root, _, _ = read_pickle(data, str(path), _FUNCTIONS, folds=_folds())
         if not isinstance(root, Record) or root.type_name not in ("Metadata", "MCoreMetadata"):
             raise SourceError(f"{path} is not the metadata of a distributed checkpoint")
-        _join(tensors, others, root.attributes, str(path))
-    return DcpMetadata(tensors, others, digest.hexdigest())
+        state = root.attributes
+        passed_over |= dict.fromkeys(_drop(state, unwanted))
+        _join(tensors, others, state, str(path))
+    return DcpMetadata(tensors, others, digest.hexdigest(), tuple(passed_over))
+
+
+def _drop(state: dict[str, Any], unwanted: Callable[[str], bool]) -> list[str]:
+    """Take unwanted tensors out of the table, and out of the memory."""
+    entries = state.get("state_dict_metadata")
+    if not isinstance(entries, dict):
+        return []
+    dropped = [key for key in entries if isinstance(key, str) and _is_tensor(entries[key]) and unwanted(key)]
+    for key in dropped:
+        del entries[key]
+    return dropped
+
+
+def _is_tensor(entry: object) -> bool:
+    return isinstance(entry, Record) and entry.type_name == "TensorStorageMetadata"
 
 
 def dtype_of(tensor: DcpTensor, name: str) -> DType:
@@ -115,13 +139,13 @@ def _join(
     paths = state.get("planner_data") or {}
     if not isinstance(entries, dict) or not isinstance(storage, dict) or not isinstance(paths, dict):
         raise SourceError(f"{where}: the metadata lacks its tables")
-    places = _places(storage, where)
+    places = _places(storage, entries, where)
     seen: set[KeyPath] = set()
     for key, entry in entries.items():
         path = _key_path(paths.get(key, (key,)), where)
-        if not isinstance(entry, Record) or entry.type_name != "TensorStorageMetadata":
+        if not _is_tensor(entry):
             info = places.get((str(key), ()))
-            others[path] = _chunk(Box((), ()), info.attributes, f"{where}: {key}") if info else None
+            others[path] = _chunk(Box((), ()), info, f"{where}: {key}") if info else None
             continue
         found = _tensor(str(key), entry.attributes, places, where)
         if path in seen:
@@ -140,16 +164,23 @@ def _key_path(path: object, where: str) -> KeyPath:
     return tuple(str(part) for part in path)
 
 
-def _places(storage: dict[Any, Any], where: str) -> dict[tuple[str, Index], Record]:
+def _places(storage: dict[Any, Any], entries: dict[Any, Any], where: str) -> dict[tuple[str, Index], Record]:
     """(key, chunk offset) -> _StorageInfo. The index in the key is only a hint and may repeat."""
     places = {}
     for index, info in storage.items():
-        state = index.attributes if isinstance(index, Record) else {}
-        key, offset = state.get("fqn"), state.get("offset")
+        key, offset = _folded(index, "MetadataIndex", 2)
         if not isinstance(key, str) or not isinstance(info, Record):
             raise SourceError(f"{where}: a malformed entry of storage_data")
-        places[key, () if offset is None else _index(offset, f"{where}: {key}")] = info
+        if key in entries:
+            places[key, () if offset is None else _index(offset, f"{where}: {key}")] = info
     return places
+
+
+def _folded(value: object, kind: str, length: int) -> tuple[Any, ...]:
+    """What ``_folds`` left of an object of a class; as many None when it is of another one."""
+    if isinstance(value, Record) and value.type_name == kind and isinstance(value.state, _Folded):
+        return tuple(value.state)
+    return (None,) * length
 
 
 def _tensor(key: str, state: dict[str, Any], places: dict[tuple[str, Index], Record], where: str) -> DcpTensor:
@@ -170,25 +201,25 @@ def _tensor(key: str, state: dict[str, Any], places: dict[tuple[str, Index], Rec
             if box.numel:
                 raise SourceError(f"{where}: {key} at {list(box.start)} is listed, but stored nowhere")
             continue
-        tensor.chunks.append(_chunk(box, info.attributes, f"{where}: {key}"))
+        tensor.chunks.append(_chunk(box, info, f"{where}: {key}"))
     return tensor
 
 
 def _box(chunk: object, num_dims: int, where: str) -> Box:
-    state = chunk.attributes if isinstance(chunk, Record) else {}
-    start, sizes = _index(state.get("offsets"), where), _index(state.get("sizes"), where)
+    offsets, sizes = _folded(chunk, "ChunkStorageMetadata", 2)
+    start, sizes = _index(offsets, where), _index(sizes, where)
     if not len(start) == len(sizes) == num_dims:
         raise SourceError(f"{where}: a malformed chunk")
     return Box(start, sizes)
 
 
-def _chunk(box: Box, state: dict[str, Any], where: str) -> Chunk:
-    file, offset, length = state.get("relative_path"), state.get("offset"), state.get("length")
+def _chunk(box: Box, info: Record, where: str) -> Chunk:
+    file, offset, length, transforms = _folded(info, "_StorageInfo", 4)
     if not isinstance(file, str) or not isinstance(offset, int) or not isinstance(length, int):
         raise SourceError(f"{where}: a malformed place of a chunk")
     if min(offset, length) < 0 or "/" in file or "\\" in file or file in ("", ".", ".."):
         raise UnsafeError(f"{where}: the place {file!r} of a chunk leaves the folder or is negative")
-    transforms = state.get("transform_descriptors") or ()
+    transforms = transforms or ()
     if not isinstance(transforms, list | tuple) or not all(isinstance(one, str) for one in transforms):
         raise SourceError(f"{where}: malformed transforms of a chunk")
     return Chunk(box, file, offset, length, tuple(transforms))
@@ -213,4 +244,47 @@ def _ordered_dict(items: object = ()) -> dict[str, Any]:
     return dict(items)
 
 
-_FUNCTIONS: Functions = {("torch", "Size"): _size, ("collections", "OrderedDict"): _ordered_dict}
+class _Folded(tuple[Any, ...]):
+    """The attributes of an object, in a known order and without their names."""
+
+    __slots__ = ()
+
+
+def _folds() -> Folds:
+    """Smaller states for the objects that there are millions of, so that they fit into memory.
+
+    Equal indices and names become one object. The plans that Megatron-core (0.12 to 0.20) adds to the metadata
+    repeat everything and are dropped.
+    """
+    known: dict[object, object] = {}
+
+    def single(value: object) -> object:
+        if type(value) is str or (type(value) is tuple and len(value) <= 64 and all(type(n) is int for n in value)):
+            return known.setdefault(value, value)
+        return value
+
+    def of(*names: str) -> Callable[[Any], object]:
+        def fold(state: Any) -> object:
+            if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
+                state = state[1]  # a class with slots
+            if not isinstance(state, dict):
+                return state
+            values = _Folded(single(state.get(name)) for name in names)
+            state.clear()
+            return values
+
+        return fold
+
+    return {
+        "ChunkStorageMetadata": of("offsets", "sizes"),
+        "MetadataIndex": of("fqn", "offset"),
+        "_StorageInfo": of("relative_path", "offset", "length", "transform_descriptors"),
+        **{name: lambda state: None for name in ("WriteItem", "TensorWriteData", "SavePlan", "MCoreSavePlan")},
+    }
+
+
+_FUNCTIONS: Functions = {
+    ("torch", "Size"): _size,
+    ("collections", "OrderedDict"): _ordered_dict,
+    ("builtins", "getattr"): member_of,
+}

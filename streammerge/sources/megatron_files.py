@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from streammerge.errors import SourceError
+from streammerge.errors import SourceError, UnsupportedError
 
-__all__ = ["Grid", "RankPath", "has_model_parallel_ranks", "place_ranks", "rank_paths"]
+__all__ = ["Grid", "RankPath", "has_model_parallel_ranks", "place_ranks", "rank_paths", "refuse_empty_folders"]
 
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 # Written by Megatron-LM, by very old versions of it (weights and optimizer apart), and by verl in spring 2025.
@@ -62,31 +62,60 @@ def rank_paths(folder: Path) -> list[RankPath]:
     return found
 
 
+def refuse_empty_folders(folder: Path, paths: Sequence[RankPath]) -> None:
+    """Refuse a save in which a rank's folder has no model in it.
+
+    Raises:
+        SourceError: naming such folders.
+    """
+    used = {one.label for one in paths}
+    empty = sorted(
+        path.name for path in folder.glob("mp_rank_*") if _FOLDER.fullmatch(path.name) and path.name not in used
+    )
+    folders = [one for one in paths if one.path.parent != folder]
+    if empty and folders:
+        shown = ", ".join(empty[:8]) + (", ..." if len(empty) > 8 else "")
+        raise SourceError(
+            f"{folder}: no {folders[0].path.name} in {shown}; the save was interrupted, or the files were not copied"
+        )
+
+
 def _numbers(found: re.Match[str]) -> tuple[int, ...]:
     return tuple(int(text) for text in found.groups() if text is not None)
 
 
 def place_ranks(
-    paths: Sequence[RankPath], settings: Mapping[str, object], all_have_embedding: bool, where: str
+    paths: Sequence[RankPath], settings: Mapping[str, object], second_is_expert: bool | None, where: str
 ) -> Grid:
     """Find every file's place, and name the files that are missing.
 
     Args:
         settings: what the files' ``args`` recorded; empty without.
-        all_have_embedding: whether each file holds an embedding. Only the first pipeline stage does,
-            but every expert parallel rank: that tells what a second number is when ``args`` do not.
+        second_is_expert: what the contents say of a second number, where there are only two: expert
+            parallel rank or pipeline stage. None when they do not tell. It counts when ``args`` say nothing.
 
     Raises:
         SourceError: files are missing, or the names contradict each other.
+        UnsupportedError: nothing tells what the second number is.
     """
     lengths = {len(one.numbers) for one in paths}
     if len(lengths) != 1:
         raise SourceError(f"{where}: folder names of two kinds ({paths[0].label} and others); were two saves mixed?")
     sizes = [_size(settings, f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")]
-    second_is_expert = sizes[1] in (None, 1) and (all_have_embedding or (sizes[2] or 1) > 1)
-    places = {}
+    if len(paths[0].numbers) != 2:
+        second_is_expert = False
+    elif (sizes[1] or 1) > 1 or (sizes[2] or 1) > 1:
+        second_is_expert = (sizes[1] or 1) == 1
+    elif second_is_expert is None:
+        raise UnsupportedError(
+            f"{where}: nothing tells whether the second number of {paths[-1].label} is a pipeline stage or an expert "
+            "parallel rank; put the training's transformer_config.json or the model's huggingface/config.json beside it"
+        )
+    places: dict[tuple[int, int, int], RankPath] = {}
     for one in paths:
-        places[_place(one.numbers, second_is_expert)] = one
+        other = places.setdefault(_place(one.numbers, second_is_expert), one)
+        if other is not one:
+            raise SourceError(f"{where}: {other.label} and {one.label} are of the same rank; move one of them away")
     found = [1 + max(place[dim] for place in places) for dim in range(3)]
     if max(found) > _MOST_RANKS:
         raise SourceError(f"{where}: no job has that many ranks")
@@ -96,6 +125,7 @@ def place_ranks(
     tensor, pipeline, expert = (size or seen for size, seen in zip(sizes, found, strict=True))
     grid = Grid(tensor, pipeline, expert, places)
     _check_complete(grid, next(iter(lengths)), second_is_expert, where)
+    _check_pairs(grid, settings, next(iter(lengths)), second_is_expert, where)
     return grid
 
 
@@ -123,6 +153,29 @@ def _check_complete(grid: Grid, numbers: int, second_is_expert: bool, where: str
         lost = [(f"{tensor:02}", "???") for tensor in range(grid.tensor) if tensor not in tensors]
         lost += [("??", f"{expert:03}") for expert in range(grid.expert) if expert not in experts]
         missing += [_label(tensor, f"{stage:03}", expert, numbers, second_is_expert) for tensor, expert in lost]
+    _refuse_missing(grid, missing, where)
+
+
+def _check_pairs(grid: Grid, settings: Mapping[str, object], numbers: int, second_is_expert: bool, where: str) -> None:
+    """Where the expert tensor parallel size is known, the pairs of ranks that hold the experts are as well.
+
+    In Megatron's order of ranks (``tp-cp-ep-dp-pp``, core 0.8 to 0.20) the expert grid lies over the dense
+    one from the stage's first rank on: its rank i is tensor parallel rank i % TP.
+    """
+    inner = _size(settings, "expert_tensor_parallel_size")
+    if inner is None or grid.expert == 1:
+        return
+    wanted = [(rank % grid.tensor, rank // inner) for rank in range(inner * grid.expert)]
+    missing = [
+        _label(f"{tensor:02}", f"{stage:03}", f"{expert:03}", numbers, second_is_expert)
+        for stage in range(grid.pipeline)
+        for tensor, expert in wanted
+        if (tensor, stage, expert) not in grid.places
+    ]
+    _refuse_missing(grid, missing, where)
+
+
+def _refuse_missing(grid: Grid, missing: Sequence[str], where: str) -> None:
     if missing:
         shown = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
         raise SourceError(

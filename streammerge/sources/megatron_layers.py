@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from streammerge.errors import SourceError
 
-__all__ = ["global_expert", "layer_offsets", "local_experts", "with_layer_offset"]
+__all__ = ["count_layers", "global_expert", "layer_offsets", "local_experts", "with_layer_offset"]
 
 _LAYER = re.compile(r"^(?P<stack>(?:.*?\.)?layers)\.(?P<number>\d+)\.")
 _EXPERT = re.compile(
@@ -50,6 +50,16 @@ def layer_offsets(names: Mapping[Chunk, Iterable[str]], where: str) -> dict[tupl
             offsets[stack, chunk] = total
             total += len(numbers)
     return offsets
+
+
+def count_layers(names: Iterable[str]) -> int:
+    """How many layers the names are of, in the largest stack of them."""
+    numbers: dict[str, set[str]] = {}
+    for name in names:
+        found = _LAYER.match(name)
+        if found:
+            numbers.setdefault(found["stack"], set()).add(found["number"])
+    return max(map(len, numbers.values()), default=0)
 
 
 def with_layer_offset(name: str, chunk: Chunk, offsets: Mapping[tuple[str, Chunk], int]) -> str:

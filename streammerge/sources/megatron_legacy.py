@@ -6,15 +6,23 @@ tensors go together is not in the files: every file's tensor becomes a claim, fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from streammerge.errors import SourceError, UnsupportedError
 from streammerge.sources.locate import config_beside
-from streammerge.sources.megatron_files import Grid, RankPath, place_ranks, rank_paths
-from streammerge.sources.megatron_layers import global_expert, layer_offsets, local_experts, with_layer_offset
+from streammerge.sources.megatron_files import Grid, RankPath, place_ranks, rank_paths, refuse_empty_folders
+from streammerge.sources.megatron_layers import (
+    count_layers,
+    global_expert,
+    layer_offsets,
+    local_experts,
+    with_layer_offset,
+)
 from streammerge.sources.megatron_settings import settings_beside, settings_of
 from streammerge.sources.torch_file import open_torch_file
 from streammerge.sources.torch_values import TensorRef, TypedRef, UnreadableRef
@@ -24,6 +32,7 @@ from streammerge.tensors.virtual import Stored
 __all__ = ["open_megatron"]
 
 _MOST_DEPTH = 16
+_EXTRA_STATE = re.compile(r"_extra_state\d*$")  # grouped layers of Transformer Engine number theirs
 
 
 @dataclass
@@ -33,6 +42,7 @@ class _RankFile:
     chunks: list[dict[str, Stored]]
     settings: dict[str, object]
     version: object
+    iteration: object = None
     skipped: dict[str, str] = field(default_factory=dict)
 
 
@@ -45,15 +55,19 @@ def open_megatron(folder: Path) -> Catalogue:
         UnsafeError: hostile content.
     """
     paths = rank_paths(folder)
+    refuse_empty_folders(folder, paths)
     sources: list[SourceFile] = []
     contents: dict[str, _RankFile] = {}
     for one in paths:
         contents[one.label] = _read(one, sources)
     first = contents[paths[0].label]
     settings = first.settings or settings_beside(folder)
-    grid = place_ranks(paths, settings, all(map(_has_embedding, contents.values())), str(folder))
+    hf_folder = config_beside(folder)
+    grid = place_ranks(paths, settings, _second_is_expert(paths, contents, hf_folder), str(folder))
+    _check_same_save(contents, str(folder))
     chunks = _chunk_count(grid, contents, settings, str(folder))
-    _refuse_old(first, str(folder))
+    _refuse_old(contents.values(), str(folder))
+    _check_same_experts(grid, contents, str(folder))
     entries, checks = _entries(grid, contents, str(folder))
     if not entries:
         raise SourceError(f"{folder}: the rank files hold no tensors")
@@ -70,7 +84,7 @@ def open_megatron(folder: Path) -> Catalogue:
             "expert parallel": str(grid.expert),
             "rank files": str(len(paths)),
         },
-        hf_folder=config_beside(folder),
+        hf_folder=hf_folder,
         settings=settings,
     )
 
@@ -84,10 +98,11 @@ def _read(one: RankPath, sources: list[SourceFile]) -> _RankFile:
         made = _RankFile([], {}, None)
         if isinstance(root, dict):
             made.settings, made.version = settings_of(root.get("args")), root.get("checkpoint_version")
+            made.iteration = root.get("iteration")
         for chunk in _models(root, one):
             tensors: dict[str, Stored] = {}
             for name, value in _flattened(chunk, "", 0, one):
-                if isinstance(value, TensorRef) and not name.endswith("_extra_state"):
+                if isinstance(value, TensorRef) and not _EXTRA_STATE.search(name):
                     place = file.fragment(value, number, (0,) * len(value.size))
                     tensors[name] = Stored(value.dtype, value.size, (place,))
                 else:
@@ -133,7 +148,7 @@ def _without_wrappers(name: str) -> str:
 
 
 def _why_skipped(name: str, value: Any, one: RankPath) -> str:
-    if name.endswith("_extra_state"):
+    if _EXTRA_STATE.search(name):
         return "extra state of a module, not a weight"
     if value is None or isinstance(value, bool | int | float | str | bytes | list | tuple):
         return f"a {type(value).__name__}, not a tensor"
@@ -163,19 +178,84 @@ def _chunk_count(grid: Grid, contents: Mapping[str, _RankFile], settings: Mappin
     return counts.pop()
 
 
-def _refuse_old(content: _RankFile, where: str) -> None:
-    names = [name for chunk in content.chunks for name in chunk]
-    if any(".qkv_proj." in name for name in names):
-        raise UnsupportedError(
-            f"{where}: {next(name for name in names if '.qkv_proj.' in name)} is a name of verl's own Megatron models "
-            "(before April 2025), which cut q, k and v per rank; they are not supported"
-        )
-    version = content.version
-    if any("query_key_value" in name for name in names) and isinstance(version, int | float) and version < 2:
-        raise UnsupportedError(
-            f"{where}: checkpoint_version {version} orders q, k and v in another way; load it with a Megatron-LM "
-            "that knows it and save it again"
-        )
+def _refuse_old(contents: Iterable[_RankFile], where: str) -> None:
+    for content in contents:
+        names = [name for chunk in content.chunks for name in chunk]
+        own = next((name for name in names if ".qkv_proj." in name), None)
+        if own is not None:
+            raise UnsupportedError(
+                f"{where}: {own} is a name of verl's own Megatron models (before April 2025), which cut q, k and v "
+                "per rank; they are not supported"
+            )
+        # Megatron-LM takes a file without a version for version 0 (checkpointing.py, 0.8 to 0.20).
+        version = content.version if content.version is not None else 0
+        if any("query_key_value" in name for name in names) and not (isinstance(version, int | float) and version >= 2):
+            raise UnsupportedError(
+                f"{where}: checkpoint_version {version} orders q, k and v in another way; load it with a Megatron-LM "
+                "that knows it and save it again"
+            )
+
+
+def _second_is_expert(
+    paths: Sequence[RankPath], contents: Mapping[str, _RankFile], hf_folder: Path | None
+) -> bool | None:
+    """What the contents say of the second number of folder names with two: an expert parallel rank?
+
+    Only the first pipeline stage holds the embedding, but every expert parallel rank does. Adapters have
+    none; there the number of layers in the model's config tells.
+    """
+    holders = {one.numbers[1] for one in paths if len(one.numbers) == 2 and _has_embedding(contents[one.label])}
+    numbers = {one.numbers[1] for one in paths if len(one.numbers) == 2}
+    if len(numbers) < 2:
+        return False  # all are number 0 of whichever dim
+    if holders:
+        return holders == numbers
+    layers = _layers_of_config(hf_folder)
+    counts = {one.numbers: _count_layers(contents[one.label]) for one in paths if len(one.numbers) == 2}
+    stages = sum(next(count for of, count in counts.items() if of[1] == number) for number in numbers)
+    if layers is None:
+        return None
+    if stages == layers and max(counts.values()) < layers:
+        return False
+    return True if set(counts.values()) == {layers} else None
+
+
+def _layers_of_config(hf_folder: Path | None) -> int | None:
+    try:
+        content = json.loads((hf_folder / "config.json").read_bytes()) if hf_folder else {}
+        for part in (content, content.get("text_config") or {}):
+            if isinstance(part.get("num_hidden_layers"), int):
+                return int(part["num_hidden_layers"])
+    except (OSError, ValueError, AttributeError, RecursionError):
+        pass  # a config that cannot be read is refused where it is needed
+    return None
+
+
+def _count_layers(content: _RankFile) -> int:
+    return sum(count_layers(chunk) for chunk in content.chunks)
+
+
+def _check_same_save(contents: Mapping[str, _RankFile], where: str) -> None:
+    """Files of two saves in one folder have the same names and shapes, and would make a model of both."""
+    first, *others = contents
+    for label in others:
+        said, expected = contents[label].iteration, contents[first].iteration
+        if said != expected:
+            raise SourceError(
+                f"{where}: {first} is of iteration {expected!r}, but {label} of {said!r}; files of two saves were mixed"
+            )
+
+
+def _check_same_experts(grid: Grid, contents: Mapping[str, _RankFile], where: str) -> None:
+    """The number of experts per file is what makes their numbers global, so it has to be the same in all."""
+    firsts: dict[int, tuple[RankPath, list[dict[str, int]]]] = {}
+    for (_, stage, _), one in sorted(grid.places.items()):
+        counts = [local_experts(chunk) for chunk in contents[one.label].chunks]
+        first, expected = firsts.setdefault(stage, (one, counts))
+        if counts != expected:
+            raise SourceError(
+                f"{where}: {first.label} and {one.label} hold different numbers of experts; were two saves mixed?"
+            )
 
 
 def _entries(grid: Grid, contents: Mapping[str, _RankFile], where: str) -> tuple[dict[str, Entry], list[EqualityCheck]]:

@@ -10,11 +10,24 @@ from typing import Any
 from streammerge.errors import SourceError
 from streammerge.sources.pickle_reader import Record
 
-__all__ = ["settings_beside", "settings_of"]
+__all__ = ["parallel_facts", "settings_beside", "settings_of"]
 
-# transformer_config.json and run_config.yaml have TransformerConfig's names for some of them.
-_SAME = {"num_moe_experts": "num_experts", "moe_ffn_hidden_size": "moe_ffn_hidden_size"}
-_MOST_BYTES = 16 << 20
+# transformer_config.json and run_config.yaml have TransformerConfig's names for some (core 0.16 arguments.py).
+_SAME = {
+    "num_moe_experts": "num_experts",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+}
+_OPPOSITE = {"share_embeddings_and_output_weights": "untie_embeddings_and_output_weights"}
+_FACTS = {
+    "tensor_model_parallel_size": "tensor parallel",
+    "pipeline_model_parallel_size": "pipeline parallel",
+    "virtual_pipeline_model_parallel_size": "virtual pipeline chunks",
+    "expert_model_parallel_size": "expert parallel",
+    "expert_tensor_parallel_size": "expert tensor parallel",
+}
+_MOST_BYTES = 4 << 20
 
 
 def settings_of(args: object) -> dict[str, object]:
@@ -22,11 +35,22 @@ def settings_of(args: object) -> dict[str, object]:
     values = args.attributes if isinstance(args, Record) else args
     if not isinstance(values, Mapping):
         return {}
-    return {
-        _SAME.get(str(name), str(name)): value
-        for name, value in values.items()
-        if isinstance(value, bool | int | float | str)
-    }
+    found: dict[str, object] = {}
+    for name, value in values.items():
+        if isinstance(value, bool | int | float | str):
+            opposite = _OPPOSITE.get(str(name)) if isinstance(value, bool) else None
+            if opposite is not None:
+                found.setdefault(opposite, not value)
+            elif str(name) in _SAME:
+                found.setdefault(_SAME[str(name)], value)
+            else:
+                found[str(name)] = value
+    return found
+
+
+def parallel_facts(settings: Mapping[str, object]) -> dict[str, str]:
+    """Lines for ``inspect``: the sizes that the job ran with."""
+    return {fact: str(settings[name]) for name, fact in _FACTS.items() if name in settings}
 
 
 def settings_beside(folder: Path) -> dict[str, object]:
@@ -51,7 +75,8 @@ def _parsed(path: Path, parse: Any) -> Any:
         raise SourceError(f"{path} is larger than any real one")
     try:
         return parse(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as fault:
+    except (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError) as fault:
+        # All that a parser of JSON or YAML makes of malformed values (PyYAML 6.0).
         raise SourceError(f"{path} cannot be read: {fault}") from fault
 
 
@@ -60,6 +85,9 @@ def _yaml(text: str) -> Any:
 
     class Loader(yaml.SafeLoader):
         """Makes plain data only; what a tag of Python's asks for is left out."""
+
+        def flatten_mapping(self, node: yaml.MappingNode) -> None:
+            """Leaves merge keys alone: nested ones grow without bound."""
 
     Loader.add_multi_constructor("", lambda loader, suffix, node: None)
     try:

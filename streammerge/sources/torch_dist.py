@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from streammerge.files import io_errors
 from streammerge.sources.dcp import index_tensors
 from streammerge.sources.dcp_metadata import DcpMetadata, metadata_files, read_metadata
 from streammerge.sources.locate import config_beside
-from streammerge.sources.megatron_settings import settings_beside, settings_of
+from streammerge.sources.megatron_settings import parallel_facts, settings_beside, settings_of
 from streammerge.sources.torch_file import open_torch_file, read_torch_archive
 from streammerge.sources.zarr_folder import is_zarr_tensor, read_zarr_tensors
 from streammerge.tensors.catalogue import Catalogue
@@ -44,8 +44,11 @@ def skip_reason(key: str) -> str | None:
 
 def has_torch_dist(folder: Path) -> bool:
     """Whether the folder itself is a ``torch_dist`` or ``zarr`` save, finished or not."""
-    if (folder / _INFO).is_file() and "sharded_backend" in _info(folder, strict=False):
-        return True
+    if (folder / _INFO).is_file():
+        info = _info(folder, strict=False)
+        # A file that was cut short, beside the data, is of an interrupted save; one of another tool is no matter.
+        if "sharded_backend" in info or (not info and any(folder.glob("*.distcp"))):
+            return True
     return (folder / _COMMON).is_file() and (
         any(folder.glob("*.distcp")) or any(is_zarr_tensor(one) for one in folder.iterdir())
     )
@@ -73,11 +76,11 @@ def open_torch_dist(folder: Path) -> Catalogue:
     files = metadata_files(folder)
     if not files:
         raise SourceError(f"{folder}: no .metadata; the save was interrupted before it was complete")
-    metadata = read_metadata(files)
+    metadata = read_metadata(files, lambda key: skip_reason(key) is not None)
     model = {".".join(path): tensor for path, tensor in metadata.tensors.items()}
-    skipped = _skipped([*model, *map(".".join, metadata.others)])
-    model = {key: tensor for key, tensor in model.items() if key not in skipped}
+    skipped = _skipped([*metadata.passed_over, *map(".".join, metadata.others)])
     _check_model(folder, model)
+    settings = _settings(folder, metadata)
     entries, checks, items = index_tensors(folder, metadata, model)
     skipped |= {".".join(path): "not a tensor" for path in metadata.others if ".".join(path) not in skipped}
     return Catalogue(
@@ -87,10 +90,10 @@ def open_torch_dist(folder: Path) -> Catalogue:
         entries=entries,
         checks=tuple(checks),
         skipped=skipped,
-        facts={"tensors of all": str(len(metadata.tensors)), "data files": str(len(items.sources))},
+        facts=_facts(settings, len(model) + len(metadata.passed_over), len(items.sources)),
         warnings=_warnings(folder),
-        hf_folder=config_beside(folder),
-        settings=_settings(folder, metadata),
+        hf_folder=config_beside(folder) or _export(folder),
+        settings=settings,
         scratch=items.scratch,
     )
 
@@ -100,6 +103,7 @@ def _open_zarr(folder: Path) -> Catalogue:
     skipped = _skipped(keys)
     model = [key for key in keys if key not in skipped]
     _check_model(folder, model)
+    settings = _settings(folder, None)
     entries, files = read_zarr_tensors(folder, model)
     return Catalogue(
         format="zarr",
@@ -107,9 +111,9 @@ def _open_zarr(folder: Path) -> Catalogue:
         files=files,
         entries=entries,
         skipped=skipped,
-        facts={"tensors of all": str(len(keys)), "data files": str(len(files))},
+        facts=_facts(settings, len(keys), len(files)),
         hf_folder=config_beside(folder),
-        settings=_settings(folder, None),
+        settings=settings,
     )
 
 
@@ -138,8 +142,17 @@ def _check_model(folder: Path, model: Iterable[str]) -> None:
     raise SourceError(message)
 
 
+def _facts(settings: Mapping[str, object], tensors: int, files: int) -> dict[str, str]:
+    return {**parallel_facts(settings), "tensors of all": str(tensors), "data files": str(files)}
+
+
+def _export(folder: Path) -> Path | None:
+    """Megatron-Bridge's own export, beside the files of the save."""
+    return folder / "hf" if (folder / "hf" / "config.json").is_file() else None
+
+
 def _warnings(folder: Path) -> tuple[str, ...]:
-    if (folder / "hf" / "config.json").is_file():
+    if _export(folder):
         return (f"{folder / 'hf'} is a finished export to Hugging Face by the training framework",)
     return ()
 

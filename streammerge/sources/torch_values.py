@@ -5,16 +5,28 @@ The functions stand in for torch's own of the same name (torch 2.1 to 2.14) whil
 
 from __future__ import annotations
 
+import re
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
 from streammerge.dtypes import DType, dtype_named, storage_dtype
 from streammerge.errors import SourceError, UnsafeError, UnsupportedError, UsageError
-from streammerge.sources.pickle_reader import Functions, Global
+from streammerge.sources.pickle_reader import Functions, Global, Record
 
-__all__ = ["FUNCTIONS", "StorageRef", "TensorRef", "TypedRef", "UnreadableRef", "WrapperRef", "storage_ref"]
+__all__ = [
+    "FUNCTIONS",
+    "StorageRef",
+    "TensorRef",
+    "TypedRef",
+    "UnreadableRef",
+    "WrapperRef",
+    "member_of",
+    "storage_ref",
+]
 
 _MAX_DIMS = 64
+_ENUM_MEMBER = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,10 +223,20 @@ def _torch_size(items: object = ()) -> tuple[int, ...]:
     return _sizes(items, "size")
 
 
-def _getattr(owner: object, name: object) -> object:
-    # FSDP1 pickles a nested class this way, under protocol 2; every other use is an attack.
+def member_of(owner: object, name: object) -> object:
+    """Stands in for ``getattr``, as far as honest pickles use it; every other use is an attack.
+
+    Raises:
+        UnsafeError: for such a use.
+    """
+    # FSDP1 pickles a nested class this way, under protocol 2.
     if isinstance(owner, Global) and (owner.name, name) == ("ShardedTensor", "ProcessGroupState"):
         return Global(owner.module, f"{owner.name}.{name}")
+    # Python 3.11.2 pickles a member of an enum so (3.10, 3.11.7 and later call the class with the value).
+    if isinstance(owner, Global) and isinstance(name, str) and _ENUM_MEMBER.fullmatch(name):
+        top = owner.module.partition(".")[0]
+        if top not in sys.stdlib_module_names or (owner.module, owner.name) == ("signal", "Signals"):
+            return Record(owner, (name,))
     shown = f"{owner if isinstance(owner, Global) else '...'}, {name!r}" if isinstance(name, str) else "..."
     raise UnsafeError(f"the pickle wants to call builtins.getattr({shown}), which no checkpoint needs; nothing was run")
 
@@ -235,6 +257,6 @@ FUNCTIONS: Functions = {
     ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_from_type_v2,
     ("torch", "Size"): _torch_size,
     ("collections", "OrderedDict"): _ordered_dict,
-    ("builtins", "getattr"): _getattr,
+    ("builtins", "getattr"): member_of,
     ("_codecs", "encode"): _encode,
 }

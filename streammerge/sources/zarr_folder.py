@@ -81,7 +81,7 @@ def _array(folder: Path) -> tuple[_Array, str]:
     for name, wanted in (("compressor", None), ("filters", None), ("order", "C")):
         if said.get(name) not in (wanted, [] if wanted is None else wanted):
             raise UnsupportedError(f"{path}: {name} is {said.get(name)!r}, which is not supported")
-    if version != 2 or dtype not in _DTYPES:
+    if version != 2 or not isinstance(dtype, str) or dtype not in _DTYPES:
         raise UnsupportedError(f"{path}: zarr format {version!r} with dtype {dtype!r} is not supported")
     made = _Array(shape, chunks, dtype_named(_DTYPES[dtype]), str(said.get("dimension_separator", ".")))
     if made.separator not in (".", "/"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from streammerge.errors import SourceError, UnsafeError
 
@@ -257,7 +257,7 @@ def _with_ends(where: str, found: dict[str, Member], directory: int) -> dict[str
     if previous_end > directory:
         raise UnsafeError(f"{where}: member {previous!r} reaches into the archive's directory")
     ends = [member.header for _, member in ordered[1:]] + [directory]
-    return {name: replace(member, end=end) for (name, member), end in zip(ordered, ends, strict=False)}
+    return {name: Member(m.header, m.size, m.crc, end) for (name, m), end in zip(ordered, ends, strict=False)}
 
 
 def _top_folder(where: str, found: dict[str, Member]) -> str:

@@ -313,5 +313,3 @@ def test_a_folder_with_an_adapter_in_it_is_whole(tmp_path: Path) -> None:
     source, _ = _checkpoint(tmp_path)
     sm.merge(source, tmp_path / "out", hf_config=tmp_path / "hf", checksums=True)
     assert sm.verify(tmp_path / "out").whole
-    again = sm.merge(source, tmp_path / "out", hf_config=tmp_path / "hf", checksums=True)
-    assert again.bytes_written == 0

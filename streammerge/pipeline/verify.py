@@ -106,7 +106,7 @@ def _checksums(path: Path, checked: list[str], observer: Observer) -> list[str]:
     for line in listed.read_text(errors="replace").splitlines():
         expected, _, name = line.partition("  ")
         file = path / name
-        if "/" in name or not file.is_file():
+        if Path(name).is_absolute() or ".." in Path(name).parts or not file.is_file():
             problems.append(f"{CHECKSUMS_NAME} lists {name!r}, which is not in the folder")
         elif _sha256(file, observer.advance) != expected:
             problems.append(f"{name} does not have the checksum that {CHECKSUMS_NAME} lists")

@@ -236,13 +236,13 @@ def test_exit_codes(run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.Mo
     """One failure of every kind that a merge can meet; 75 has a test of its own."""
     import torch
 
-    empty, lora = tmp_path / "empty", tmp_path / "lora"
+    empty, flat = tmp_path / "empty", tmp_path / "flat"
     empty.mkdir()
-    lora.mkdir()
-    torch.save({"a.lora_A.weight": torch.zeros(1)}, lora / "model_world_size_1_rank_0.pt")
+    flat.mkdir()
+    torch.save({"a._flat_param": torch.zeros(1)}, flat / "model_world_size_1_rank_0.pt")
     out = tmp_path / "merged"
     assert run(empty, out).code == 3
-    assert run(lora, out).code == 4
+    assert run(flat, out).code == 4
     assert run(tiny, out, "--max-ram", "1M", "--no-check").code == 7
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
@@ -254,7 +254,7 @@ def test_exit_codes(run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.Mo
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
         assert run(tiny, out, "--no-check").code == 6
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "full", "lora", "merged.streammerge-partial"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "flat", "full", "merged.streammerge-partial"]
 
 
 def test_unsafe_content(run: Run, tmp_path: Path) -> None:

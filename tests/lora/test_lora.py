@@ -110,7 +110,9 @@ def _checkpoint(folder: Path, case: str = "plain", *, alpha: object = 8, **more:
     """A DCP save of a training model with an adapter in it."""
     adapted = _adapted(case, torch.float32)
     dcp.save({**adapted.state_dict(), **more}, checkpoint_id=folder / "ckpt", no_dist=True)
-    adapted.base_model.model.config.save_pretrained(folder / "hf")
+    config = adapted.base_model.model.config
+    config.architectures = [type(adapted.base_model.model).__name__]
+    config.save_pretrained(folder / "hf")
     if alpha is not None:
         meta = {"r": 4, "lora_alpha": alpha, "task_type": "CAUSAL_LM"}
         (folder / "ckpt" / "lora_train_meta.json").write_text(json.dumps(meta))
@@ -305,3 +307,9 @@ def test_comparing_needs_to_know_what_is_meant(tmp_path: Path) -> None:
     options: dict[str, Any] = {"hf_config": tmp_path / "hf"}
     assert sm.test(source, tmp_path / "merged", lora="fuse", peft_rounding=True, **options).equal
     assert not sm.test(source, tmp_path / "merged", lora="base", **options).equal
+
+
+def test_a_folder_with_an_adapter_in_it_is_whole(tmp_path: Path) -> None:
+    source, _ = _checkpoint(tmp_path)
+    sm.merge(source, tmp_path / "out", hf_config=tmp_path / "hf", checksums=True)
+    assert sm.verify(tmp_path / "out").whole

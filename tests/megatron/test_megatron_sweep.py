@@ -82,3 +82,21 @@ def test_logits(family: str, hf_model: Callable[[str], Model], tmp_path: Path) -
         for folder in (model[0], tmp_path / "out")
     ]
     assert torch.equal(*logits)
+
+
+def test_compared_with_the_model_it_was_made_of(hf_model: Callable[[str], Model], tmp_path: Path) -> None:
+    """Rank files and torch_dist against the Hugging Face folder, and against one another."""
+    model = hf_model("qwen3_moe")
+    core = core_of(model[1], model[2])
+    ranks = write_legacy(tmp_path / "ranks", core, _GRIDS["tp2 pp2 ep2"], "te")
+    dist = write_torch_dist(tmp_path / "dist", core)
+    assert sm.compare(ranks, model[0]).equal
+    assert sm.compare(model[0], dist).equal
+    assert sm.test(dist, model[0], dtype="keep").equal
+    path = ranks / "iter_0000100" / "mp_rank_01_001_000" / "model_optim_rng.pt"
+    content = torch.load(path, weights_only=False)
+    weight = content["model"]["decoder.layers.1.self_attention.linear_qkv.weight"]
+    weight[:16] = weight[:16].flip(0)  # rows of one query head
+    torch.save(content, path)
+    report = sm.test(ranks, model[0], dtype="keep")
+    assert [one.name for one in report.tensors] == ["model.layers.3.self_attn.q_proj.weight"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from streammerge.errors import SourceError, UsageError
+from streammerge.errors import SourceError, UnsupportedError, UsageError
 from streammerge.families.apply_table import Applied, apply_table
 from streammerge.families.config import ModelConfig
 from streammerge.families.fields import Fields, fields_of
@@ -28,6 +28,11 @@ _RECORDED = {
     "num_query_groups": "num_key_value_heads",
     "kv_channels": "head_dim",
 }
+# Recorded setting -> the field of tables whose models have it too, and what it does.
+_MEANINGS = (
+    ("apply_layernorm_1p", "zero_centered_norms", "its norms are centred at zero"),
+    ("rotary_interleaved", "interleaved_rotary", "its rotary embeddings rotate neighbouring pairs"),
+)
 
 
 def from_megatron(
@@ -52,6 +57,7 @@ def from_megatron(
     table = find_table("megatron", config.model_type, tables)
     fields = fields_of(config, table, value_model=value_model)
     _compare_with_recorded(catalogue.settings, fields)
+    _refuse_recorded(catalogue.settings, fields, config.model_type)
     held = _unstacked(catalogue.entries, fields)
     weights = {name: one for name, one in held.items() if not is_adapter(name)}
     adapters = adapters_of(held, table, fields)
@@ -59,6 +65,16 @@ def from_megatron(
     applied.adapters = adapters.tensors
     applied.checks += adapters.checks
     return applied
+
+
+def _refuse_recorded(settings: Mapping[str, object], fields: Fields, model_type: str | None) -> None:
+    """Refuse what no shape tells: values that mean something else than in Hugging Face's model."""
+    for setting, field, what in _MEANINGS:
+        if settings.get(setting) is True and not fields.has(field):
+            raise UnsupportedError(
+                f"the checkpoint was trained with {setting}: {what}, and those of a {model_type} are not; "
+                "converting that is not supported"
+            )
 
 
 def _compare_with_recorded(settings: Mapping[str, object], fields: Fields) -> None:

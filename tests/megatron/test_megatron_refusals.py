@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -88,11 +89,17 @@ def test_recorded_heads_differ_where_no_shape_tells(hf_model: Callable[[str], Mo
     model = hf_model("llama")
     source = write_torch_dist(tmp_path / "ckpt", core_of(model[1], model[2]))
     common = source / "iter_0000100" / "common.pt"
-    import argparse
-
     torch.save({"args": argparse.Namespace(num_attention_heads=8, num_query_groups=2, kv_channels=8)}, common)
     config = _config(model, tmp_path / "hf", num_attention_heads=16, num_key_value_heads=4, head_dim=4)
     _refused(source, tmp_path, config, SourceError, "num_attention_heads = 16.*num_query_groups = 2.*kv_channels = 8")
+
+
+@pytest.mark.parametrize("setting", ["apply_layernorm_1p", "layernorm_zero_centered_gamma", "rotary_interleaved"])
+def test_recorded_meanings_that_no_shape_tells(setting: str, hf_model: Callable[[str], Model], tmp_path: Path) -> None:
+    model = hf_model("llama")
+    source = write_torch_dist(tmp_path / "ckpt", core_of(model[1], model[2]))
+    torch.save({"args": argparse.Namespace(**{setting: True})}, source / "iter_0000100" / "common.pt")
+    _refused(source, tmp_path, model[0], UnsupportedError, r"was trained with (apply_layernorm_1p|rotary_interleaved)")
 
 
 def test_an_option_gives_what_the_config_lacks(hf_model: Callable[[str], Model], tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import xxhash
 
@@ -96,7 +96,8 @@ def read_metadata(files: list[Path], unwanted: Callable[[str], bool] = lambda ke
             raise UnsafeError(f"{path} is larger than any real metadata")
         data = path.read_bytes()
         digest.update(data)
-        root, _, _ = read_pickle(data, str(path), _FUNCTIONS, folds=_folds())
+        functions, folds = _reading()
+        root, _, _ = read_pickle(data, str(path), functions, folds=folds)
         if not isinstance(root, Record) or root.type_name not in ("Metadata", "MCoreMetadata"):
             raise SourceError(f"{path} is not the metadata of a distributed checkpoint")
         state = root.attributes
@@ -177,7 +178,7 @@ def _places(storage: dict[Any, Any], entries: dict[Any, Any], where: str) -> dic
 
 
 def _folded(value: object, kind: str, length: int) -> tuple[Any, ...]:
-    """What ``_folds`` left of an object of a class; as many None when it is of another one."""
+    """What ``_reading`` left of an object of a class; as many None when it is of another one."""
     if isinstance(value, Record) and value.type_name == kind and isinstance(value.state, _Folded):
         return tuple(value.state)
     return (None,) * length
@@ -227,13 +228,12 @@ def _chunk(box: Box, info: Record, where: str) -> Chunk:
 
 def _index(value: object, where: str) -> Index:
     """Sizes or offsets; also where the pickle does without ``torch.Size``, so before they are hashed."""
-    if not isinstance(value, tuple) or len(value) > 64 or not all(type(n) is int and 0 <= n < 2**62 for n in value):
+    # Without a loop of our own: it is asked of every index of millions of chunks.
+    if not isinstance(value, tuple) or len(value) > 64 or not set(map(type, value)) <= {int}:
+        raise SourceError(f"{where}: an impossible size or offset")
+    if value and not 0 <= min(value) <= max(value) < 2**62:
         raise SourceError(f"{where}: an impossible size or offset")
     return value
-
-
-def _size(items: object = ()) -> Index:
-    return _index(tuple(items) if isinstance(items, list) else items, "a tensor")
 
 
 def _ordered_dict(items: object = ()) -> dict[str, Any]:
@@ -250,41 +250,40 @@ class _Folded(tuple[Any, ...]):
     __slots__ = ()
 
 
-def _folds() -> Folds:
-    """Smaller states for the objects that there are millions of, so that they fit into memory.
+def _reading() -> tuple[Functions, Folds]:
+    """How to read the pickle so that millions of chunks fit into memory.
 
-    Equal indices and names become one object. The plans that Megatron-core (0.12 to 0.20) adds to the metadata
-    repeat everything and are dropped.
+    Equal indices and names become one object, and an object's state a tuple. The plans that
+    Megatron-core (0.12 to 0.20) adds to the metadata repeat everything and are dropped.
     """
-    known: dict[object, object] = {}
+    known: dict[object, Any] = {}
 
-    def single(value: object) -> object:
-        if type(value) is str or (type(value) is tuple and len(value) <= 64 and all(type(n) is int for n in value)):
-            return known.setdefault(value, value)
-        return value
+    def size(items: object = ()) -> Index:
+        index = _index(tuple(items) if isinstance(items, list) else items, "a tensor")
+        return cast(Index, known.setdefault(index, index))
 
-    def of(*names: str) -> Callable[[Any], object]:
+    def state_of(*names: str) -> Callable[[Any], object]:
         def fold(state: Any) -> object:
             if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
                 state = state[1]  # a class with slots
             if not isinstance(state, dict):
                 return state
-            values = _Folded(single(state.get(name)) for name in names)
-            state.clear()
-            return values
+            values = map(state.get, names)
+            folded = _Folded(known.setdefault(one, one) if type(one) is str else one for one in values)
+            state.clear()  # the pickle's own dict, of this object alone
+            return folded
 
         return fold
 
-    return {
-        "ChunkStorageMetadata": of("offsets", "sizes"),
-        "MetadataIndex": of("fqn", "offset"),
-        "_StorageInfo": of("relative_path", "offset", "length", "transform_descriptors"),
+    functions: Functions = {
+        ("torch", "Size"): size,
+        ("collections", "OrderedDict"): _ordered_dict,
+        ("builtins", "getattr"): member_of,
+    }
+    folds: Folds = {
+        "ChunkStorageMetadata": state_of("offsets", "sizes"),
+        "MetadataIndex": state_of("fqn", "offset"),
+        "_StorageInfo": state_of("relative_path", "offset", "length", "transform_descriptors"),
         **{name: lambda state: None for name in ("WriteItem", "TensorWriteData", "SavePlan", "MCoreSavePlan")},
     }
-
-
-_FUNCTIONS: Functions = {
-    ("torch", "Size"): _size,
-    ("collections", "OrderedDict"): _ordered_dict,
-    ("builtins", "getattr"): member_of,
-}
+    return functions, folds

@@ -24,7 +24,7 @@ __all__ = ["Folds", "Functions", "Global", "Record", "read_pickle"]
 Functions = Mapping[tuple[str, str], Callable[..., object]]
 Folds = Mapping[str, Callable[[Any], object]]
 
-_BINGET, _LONG_BINGET, _LONG_BINPUT = 0x68, 0x6A, 0x72
+_BININT1, _BINGET, _LONG_BINGET, _LONG_BINPUT, _MEMOIZE = 0x4B, 0x68, 0x6A, 0x72, 0x94
 _SLICE = 8 << 20
 _uint32 = struct.Struct("<I").unpack_from
 
@@ -203,11 +203,11 @@ class _Machine:
         self.memoized = 0
 
     def run(self) -> Any:
-        data, memo, handlers = self.data, self.memo, _HANDLERS
+        data, memo, handlers, kept = self.data, self.memo, _HANDLERS, self.kept
         for _ in range(self.limit):
             position = self.position
             code = data[position]
-            # Memo traffic is half of all steps, so these two do without a call.
+            # Memo traffic and small numbers are most of all steps, so these do without a call.
             if code == _LONG_BINPUT:
                 memo[_uint32(data, position + 1)[0]] = self.stack[-1]
                 self.position = position + 5
@@ -216,6 +216,15 @@ class _Machine:
             if code == _BINGET:
                 self.stack.append(memo[data[position + 1]])
                 self.position = position + 2
+                continue
+            if code == _BININT1:
+                self.stack.append(data[position + 1])
+                self.position = position + 2
+                continue
+            if code == _MEMOIZE and kept is not None:
+                if kept[self.memoized]:
+                    memo[self.memoized] = self.stack[-1]
+                self.memoized += 1
                 continue
             handler = handlers[code]
             if handler is None:
@@ -521,12 +530,7 @@ def _get_text(m: _Machine) -> None:
 
 
 def _memoize(m: _Machine) -> None:
-    if m.kept is None:
-        m.memo[len(m.memo)] = m.stack[-1]
-        return
-    if m.kept[m.memoized]:
-        m.memo[m.memoized] = m.stack[-1]
-    m.memoized += 1
+    m.memo[len(m.memo)] = m.stack[-1]
 
 
 def _dup(m: _Machine) -> None:

@@ -80,11 +80,15 @@ def _wanted(path: Path) -> bool:
 
 def _check(path: Path) -> None:
     with io_errors("read", path):
-        size, content = path.stat().st_size, path.read_bytes() if path.suffix == ".json" else b"{}"
+        size = path.stat().st_size
     if size > _MAX_BYTES:
         raise SourceError(f"{path} is too large for a file beside the weights")
+    if path.suffix != ".json":
+        return
     try:
-        json.loads(content)
+        with io_errors("read", path):
+            text = path.read_text(encoding="utf-8-sig")  # not bytes: json would hold both while it parses
+        json.loads(text)
     except (ValueError, RecursionError) as fault:
         raise SourceError(
             f"{path} is not valid JSON ({fault}); repair it or name another folder with --hf-config"
